@@ -31,15 +31,15 @@ from jlora.serve.client import Login
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0  # until a replica has answered the first message
-PAUSES_S = (0.1, 2.0)  # before attaching again: the first, doubled up to the last
-LONGEST = 3.0  # times the longest pause between two messages of the last minute: then silence is death
-BEAT_S = 1.0  # between two messages to a replica, at most: it takes a long silence for the router's end
+PAUSES_S = (0.1, 2.0)  # before attaching again: it starts with the first, and doubles up to the last
+LONGEST = 3.0  # a replica is lost if it is silent for so many times its longest pause of the last minute
+BEAT_S = 1.0  # longest pause between two messages to a replica, which ends the requests of a silent router
 COMPILING_S = 10.0  # of silence while a step compiles
-LATE_S = 0.25  # without a look or a message: this process did not run
+LATE_S = 0.25  # if nothing ran for longer, this process stood still: the time is not the replica's silence
 # A connection of its own for each channel, and at once.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
 GIVEN_UP = "it was given up"
-TLS = ("ssl", "handshake", "verification check")  # in gRPC's words for a certificate that does not do
+TLS = ("ssl", "handshake", "verification check")  # words by which gRPC reports a certificate that it rejects
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -48,7 +48,7 @@ class Terms:
     """How a router attaches.
 
     Attributes:
-        router: its name, unlike that of every other router and of an earlier life.
+        router: its name. Each router has its own, and another one after a restart.
         suspect_s: seconds of silence, at least, before a replica counts as hung.
         most_sends: messages that may wait for a replica which reads none.
         clock: of deadlines too (`Request.deadline`).
@@ -62,7 +62,7 @@ class Terms:
 
 
 class Receiver(Protocol):
-    """Who hears of a link. All methods run on the event loop, and must not block."""
+    """Receives what happens on a link. All methods run on the event loop, and must not block."""
 
     def begun(self, attached: Attached) -> None:
         """The replica takes requests from now on; its `info` is known. Errors as in `received`."""
@@ -177,7 +177,9 @@ class Attached:
         return self._heard.state.programs_left if self._up else 0
 
     def look(self, now: float) -> None:
-        """Gives the stream up if it has been silent, or its engine has stood, for too long; else says that it lives.
+        """Gives the stream up if the replica was silent for too long, or its engine stands still.
+
+        Otherwise it sends a heartbeat when one is due.
 
         Raises RuntimeError if nothing attaches it any more.
         """

@@ -1,8 +1,8 @@
-"""Balance between replicas, as dLoRA keeps it (Wu et al., OSDI 2024, section 5).
+"""Balance between replicas, as in dLoRA (Wu et al., OSDI 2024, section 5).
 
-`preload` says which adapters to bring where before requests come. `Balancer` says which requests move, with their
-adapters, while some replicas are behind and others are not. A request moves as its tokens: the replica that takes it
-computes them again, except those in its prefix cache, and the plan weighs that time.
+`preload` plans which adapters to bring to which replicas before requests come. `Balancer` moves requests, with their
+adapters, away from replicas that are behind. A moved request is sent as its tokens. The new replica computes those that
+its prefix cache lacks, and the plan weighs that time.
 """
 
 from __future__ import annotations
@@ -113,12 +113,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Pace:
-    """What answers have taken, as means over the last ones. All times are seconds.
+    """Measured times of answers, in seconds: means in which the latest answers weigh most.
 
     Attributes:
-        answers: by adapter, from the first step to the last token, of those that ended last; answer: of any adapter.
-        token: of a prompt token that is computed. Long prompts count for more: a step takes some time without any.
-        load: of an adapter's way to the device, from wherever, where it took one.
+        answers: adapter -> time of an answer, from its first step to its last token.
+        answer: the same over all adapters.
+        token: time per computed prompt token. Long prompts weigh more, because a step has a fixed cost.
+        load: how long a request waited for its adapter, among those that waited.
         outputs: tokens of an answer.
     """
 
@@ -135,7 +136,7 @@ class Pace:
         return self._prefill / self._computed if self._computed else 0.0
 
     def served(self, adapter: str | None, usage: Usage, timing: Timing | None) -> None:
-        """A request has ended. `timing`: None if no attempt has measured it whole; such times have waits in them."""
+        """Takes in an answer that has ended. `timing`: None if no single attempt measured it, since that has waits."""
         self._ended += 1
         self.outputs += max(1 / self._ended, NEW_LENGTH) * (usage.completion_tokens - self.outputs)
         if timing is None:
@@ -152,7 +153,7 @@ class Pace:
             self.load = _mean(self.load, timing.adapter_cold_start)
 
     def of(self, adapter: str | None) -> float:
-        """Of an answer."""
+        """The time of an answer."""
         return self.answers.get(adapter, self.answer) or FIRST_S
 
 

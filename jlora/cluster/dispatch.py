@@ -1,7 +1,7 @@
-"""Requests on their way to replicas, and their tokens on the way back.
+"""Sends requests to replicas, and delivers their tokens.
 
-A request that comes waits until the policy finds a replica; one whose replica is lost waits again, and goes on
-behind what it has delivered. Everything runs on the event loop's thread, between two of its tasks.
+A new request waits until the policy finds a replica for it. If that replica is lost, the request waits again, and
+continues after the tokens that it has delivered. Everything runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Dispatcher:
     """See the module. A `Receiver` of its links.
 
     Attributes:
-        names: the submissions that have not ended, by tenant and id; any thread may add one.
-        up_at: when a replica last said that it takes requests.
-        pace: what answers have taken.
-        resumed: attempts after a first one, but for those that a plan has moved.
-        entries: of the live requests, by handle.
-        choice: of a replica for an attempt.
-        prompts: that were sent, by replica.
+        names: submissions that have not ended, by tenant and id. Any thread may add one.
+        up_at: when a replica last reported that it takes requests.
+        pace: measured times of answers.
+        resumed: attempts that continue a lost one. Moves by a plan do not count.
+        entries: what the dispatcher notes of each live request, by handle.
+        choice: chooses a replica for an attempt.
+        prompts: which prompts were sent to which replica.
     """
 
     directory: Directory
@@ -134,7 +134,10 @@ class Dispatcher:
         self._dispatch(routed)
 
     def _held(self, request: Request) -> Version | None:
-        """Its version, in use from now on. One that is replaced between the look and the use may be dropped already."""
+        """The version that answers the request, in use from now on.
+
+        It tries again if the version was replaced in between, because that one may be dropped already.
+        """
         while (version := self.version(request)) is not None:
             self.directory.begin(version)
             held = False
@@ -291,9 +294,9 @@ class Dispatcher:
             self._fail(routed, Unavailable("no replica of the service can take the request"))
 
     def _pump(self) -> None:
-        """Sends what waits, as long as there is where to; the rest of too many with the next tick.
+        """Sends waiting requests while a replica has room, at most `SENDS` at once; the next tick sends the rest.
 
-        A request that only some replicas may take holds up none behind it while these are full.
+        A request that only some replicas may take does not block those behind it.
         """
         if not any(seen.health == "up" for seen in self.books.view.values()):
             return
@@ -342,7 +345,7 @@ class Dispatcher:
 
     @contextmanager
     def _alone(self, routed: Routed) -> Iterator[None]:
-        """What fails here, be it in the policy or the directory, ends this request and no other."""
+        """An error inside, even one of the policy or the directory, ends this request and no other."""
         try:
             yield
         except Exception as e:
@@ -355,7 +358,7 @@ class Dispatcher:
         """Sends a request that waits to a replica, or ends it; False if none is up that has room."""
         with self._alone(routed):
             return self._send(routed)
-        return True
+        return True  # `_alone` has ended the request
 
     def _send(self, routed: Routed, among: View | None = None) -> bool:
         moved, now = among is not None, self.terms.clock()
@@ -419,9 +422,9 @@ class Dispatcher:
         return any(seen.health == "up" for name, seen in self.books.view.items() if name != routed.replica)
 
     def _lose(self, routed: Routed, why: Exception) -> None:
-        """The attempt is over before the request is; it waits to go on elsewhere (`_pump`).
+        """Ends the attempt. The request waits to continue elsewhere (`_pump`).
 
-        What a client waits for already is never refused: it waits for room.
+        Once a replica has accepted a request, a full replica no longer fails it.
         """
         self._settle(routed)
         full = isinstance(why, Busy)

@@ -44,15 +44,14 @@ from jlora.validation import validate
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.1  # between two messages of an idle replica
+IDLE_S = 0.1  # longest pause between two messages of an idle replica
 HELLO_S = 10.0  # until a router has said who it is
-BEATS = 10  # of a router that may be missing, before it counts as gone
-LOOK_S = 0.5  # between two looks at whether it is
+BEATS = 10  # heartbeats that a router may miss before it counts as gone
+LOOK_S = 0.5  # between two checks of that
 MOST = 1 << 16  # batches of events that a router may leave unread
 SLICE = 2048  # batches of events in one message
-# Prompt tokens with log-probabilities that the event loop converts itself; more, a thread. And those of one message,
-# before that of the last request: each takes up to 250 bytes, and gRPC's messages have an end.
-SCORES, MOST_SCORES = 64, 1 << 16
+SCORES = 64  # a thread converts events with more log-probabilities of a prompt, the event loop all others
+MOST_SCORES = 1 << 16  # a message with more takes no further event: each has up to 250 bytes, and gRPC has a limit
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 # Makes an adapter version known to this replica.

@@ -85,7 +85,7 @@ class Placing:
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
         self._homes = Homes(steps.rule)  # by name
-        self._asked: dict[Pair, float] = {}  # (key, replica), and until when it is not asked again in this time step
+        self._asked: dict[Pair, float] = {}  # (key, replica) -> when it may be asked again; inf: not in this time step
 
     def start(self) -> None:
         self._threads.start("jlora-placing", self._run)
@@ -115,9 +115,9 @@ class Placing:
         self.look(members)
 
     def step(self, members: Sequence[Member], close: bool = True) -> None:
-        """Places what is asked for anew; `close`: by the demand of the time step that ends now.
+        """Plans homes anew. `close`: a time step ends now, and its demand counts.
 
-        A replica counts once it has told its blocks.
+        A replica counts once it has reported its blocks.
         """
         told, now = sorted((m for m in members if m.blocks), key=lambda m: m.name), self._clock()
         self._members = {m.name for m in told}
@@ -150,10 +150,10 @@ class Placing:
         self._drop([(keys[name], replica) for name, replica in intact], members)
 
     def _fetch(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
-        """Asks for what has not been asked for a short time ago, at each replica for a few at once.
+        """Asks replicas for missing adapters, each for a few at a time, and not again for a while.
 
-        What has come and is missing again has been dropped by the replica's cache, for something worth more there: it
-        is asked for with the next time step.
+        If an adapter came and is missing again, the replica's cache has dropped it for something worth more: the next
+        time step asks again.
         """
         now, at = self._clock(), {member.name: member for member in members}
         self._asked |= dict.fromkeys(self._asked.keys() - set(pairs), math.inf)

@@ -60,7 +60,7 @@ class Router(Replica):
         self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0, balance_s: float = 0.0,
         ways: Ways | None = None,
     ):  # fmt: skip
-        """`balance_s`: between two plans of moves; 0: requests stay where they are sent. `ways`: of adapters."""
+        """`balance_s`: between two plans of moves, 0 for none. `ways`: how long adapters take to reach a device."""
         self._loop = asyncio.get_running_loop()
         self._directory = directory
         self._terms = terms
@@ -216,7 +216,8 @@ class Router(Replica):
 
         async def look(channel: grpc.aio.Channel) -> merged.Owned:
             asked = pb.GetCacheStateRequest(with_kv=True)
-            cache, keys = await rpc.ControlStub(channel).GetCacheState(asked, **how), {}
+            cache = await rpc.ControlStub(channel).GetCacheState(asked, **how)
+            keys: dict[int, str] = {}
             token = "" if cache.kv else None
             while token is not None:
                 page = pb.ListAdaptersRequest(page_token=token, view=pb.ListAdaptersRequest.SUMMARY)

@@ -16,15 +16,15 @@ from jlora.sim.replica import Replica, ReplicaSpec
 from jlora.sim.uplink import Coming, Transfer, Uplink
 from jlora.types import Request, TokenEvent
 
-TIERS_S = 0.1  # between two looks at where all adapters are: so much older than the other news they may be
+TIERS_S = 0.1  # how old the tiers in a message may be: a look at all adapters takes time
 
 
 class Member(Replica):
     """One of many.
 
     Attributes:
-        fetched: blocks; received: requests.
-        most, most_blocks: adapters in its memory at once, and their blocks, with those that it is fetching.
+        fetched: blocks fetched so far; received: requests so far.
+        most, most_blocks: the most adapters in memory at once, and their blocks; those being fetched count.
 
     Args:
         spec: its `adapters` are the sizes of those that the service has; it begins with none of them.
@@ -109,7 +109,7 @@ class Member(Replica):
         return len(self.manager.adapters) - 1  # the base is one
 
     def _stores(self) -> None:
-        """An adapter has come, or is about to."""
+        """Updates the peaks: an adapter has come, or is about to."""
         self.most = max(self.most, self.stored)
         self.most_blocks = max(self.most_blocks, sum(node.size for node in self.manager.adapters.values()))
 
