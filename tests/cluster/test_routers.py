@@ -166,7 +166,7 @@ def test_the_controller_dies_and_its_follower_serves_what_it_knows(world: World)
 
 def test_tenants_share_the_replicas_whichever_router_they_ask(world: World, first: Service, second: Service):
     """A replica counts the tokens of a tenant over all routers: one that fills it by the first delays nobody else."""
-    long = request(OTHER, 1500)
+    long = request(OTHER, 4000)
     long.tenant = "greedy"
     greedy = [Stream(first.inference, long) for _ in range(3 * 8)]  # both replicas' slots, and as many wait
     until(lambda: sum(stream.has(1) for stream in greedy) >= 2 * 8, "every slot is taken")
