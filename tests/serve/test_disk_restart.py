@@ -27,16 +27,24 @@ def expected(text_model: Path, library: Path) -> dict[str, list[int]]:
     return _library.answers(text_model, library)
 
 
+def lazily(directory: Path, tmp_path: Path) -> dict[str, object]:
+    """A server that scans the directory, and remembers it in a registry."""
+    registry = str(tmp_path / "adapters.db")
+    return {
+        "adapters.dir": str(directory),
+        "adapters.lazy": True,
+        "adapters.registry": registry,
+        "engine.warmup": False,
+    }
+
+
 def test_the_registry_outlives_the_server(
     text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]
 ):
     mine = tmp_path / "mine"
     for name in ("a0", "a1"):
         shutil.copytree(library / name, mine / name)
-    settings = {
-        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
-        "engine.warmup": False,
-    }  # fmt: skip
+    settings = lazily(mine, tmp_path)
     with serve(text_model, settings) as served:
         digest = served.adapters.LoadAdapter(
             pb.LoadAdapterRequest(name="more", path=str(library / "a2"), lazy=True)
@@ -61,10 +69,7 @@ def test_the_registry_outlives_the_server(
 def test_a_restart_forgets_no_digest(text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]):
     mine, away = tmp_path / "mine", tmp_path / "away"
     shutil.copytree(library / "a0", mine / "a0")
-    settings = {
-        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
-        "engine.warmup": False,
-    }  # fmt: skip
+    settings = lazily(mine, tmp_path)
     with serve(text_model, settings) as served:
         assert ask(served, "a0") == expected["a0"]  # pins its digest
         digest = served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest
@@ -121,10 +126,7 @@ def test_a_pin_that_has_no_room_after_the_disk_comes_back_is_tried_again_by_the_
 ):
     mine, away = tmp_path / "mine", tmp_path / "away"
     shutil.copytree(library / "a1", mine / "a1")
-    settings = {
-        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
-        "engine.warmup": False,
-    }  # fmt: skip
+    settings = lazily(mine, tmp_path)
 
     def pinned(served: Served) -> bool:
         return served.adapters.GetAdapter(pb.GetAdapterRequest(name="a1")).pinned
@@ -133,10 +135,13 @@ def test_a_pin_that_has_no_room_after_the_disk_comes_back_is_tried_again_by_the_
         served.adapters.PinAdapter(pb.PinAdapterRequest(name="a1", pinned=True))
     mine.rename(away)
     mine.mkdir()
-    with serve(text_model, {**settings, "cache.host_blocks": 1}) as served:
+    full = {"cache.host_blocks": 2, "adapters.paths.other": str(library / "a3")}  # of two blocks, as a1 is
+    with serve(text_model, {**settings, **full}) as served:
+        served.adapters.PinAdapter(pb.PinAdapterRequest(name="other", pinned=True))
         mine.rmdir()
         away.rename(mine)
         port.look(served.replica)
+        assert "a1" in on_disk(served) and not pinned(served)
     with serve(text_model, settings) as served:
         assert pinned(served)
         served.adapters.PinAdapter(pb.PinAdapterRequest(name="a1", pinned=False))
