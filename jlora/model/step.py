@@ -283,8 +283,7 @@ def _joints(place: _Place, pool_rows: int, b: Fields) -> Joints:
         x = x if all(name in ROW_PARALLEL for name in products) else shard.slice(x)
         psum = shard.psum if shard.size > 1 else None
         piece = layer * len(GROUPS) + GROUPS.index(tuple(products))
-        adapters = jnp.where(piece < b.merged, -1, b.adapters)
-        added = ops.lora(x, pool, layer * layout.blocks, projections, adapters, psum)
+        added = ops.lora(x, pool, layer * layout.blocks, projections, b.adapters, psum, piece >= b.merged)
         return dict(zip(products, added, strict=True))
 
     return Joints(attend, adapt if b.blocks.shape[0] else no_adapters, shard)

@@ -123,6 +123,7 @@ def lora(
     projections: Sequence[Adapted],
     adapters: jax.Array,
     psum: Psum = None,
+    acts: jax.Array | None = None,
     *,
     room: Room,
     tiles: LoraTiles = LoraTiles(),
@@ -135,11 +136,11 @@ def lora(
     """
     fixed = _Fixed(tuple(p.unit for p in projections), psum, room, tiles)
     bases, active = [p.base for p in projections], [p.active for p in projections]
-    return _add(x, pool, first_row, bases, active, adapters, fixed)
+    return _add(x, pool, first_row, bases, active, adapters, acts, fixed)
 
 
 @partial(jax.jit, static_argnames="fixed")  # so that a step of many layers traces it once
-def _add(x, pool, first_row, bases, active, adapters, fixed: _Fixed) -> list[jax.Array]:
+def _add(x, pool, first_row, bases, active, adapters, acts, fixed: _Fixed) -> list[jax.Array]:
     count = x.shape[0]
     padding = -count % 8
     x = jnp.pad(x, ((0, padding), (0, 0)))
@@ -147,6 +148,8 @@ def _add(x, pool, first_row, bases, active, adapters, fixed: _Fixed) -> list[jax
     bases = [jnp.pad(base, ((0, padding), (0, 0))) for base in bases]
     unit, tile, width = fixed.units[0], gpu_plan.token_tile(x.shape[0]), chunk_width(fixed.units)
     pairs = gpu_plan.unit_pairs(active, adapters, unit.per_block, fixed.room)
+    if acts is not None:
+        pairs = pairs._replace(starts=jnp.where(acts, pairs.starts, 0))
     shape = _Shape(
         tokens=tile,
         units=unit.per_block,

@@ -108,10 +108,11 @@ def lora_op(layout: PoolLayout, limits: Limits, plain: Lora, tiles: GpuTiles = D
         projections: Sequence[Adapted],
         adapters: jax.Array,
         psum: Psum = None,
+        acts: jax.Array | None = None,
     ) -> list[jax.Array]:
         if lora_refusal(layout, [p.unit for p in projections]):
-            return plain(x, pool, first_row, projections, adapters, psum)
+            return plain(x, pool, first_row, projections, adapters, psum, acts)
         room = limits.room(x.shape[0])
-        return lora(x, pool, first_row, projections, adapters, psum, room=room, tiles=tiles.lora)
+        return lora(x, pool, first_row, projections, adapters, psum, acts, room=room, tiles=tiles.lora)
 
     return joined

@@ -188,4 +188,5 @@ def unit_pairs(active: Sequence[ActiveBlocks], adapters: jax.Array, per_block: i
     work = jnp.stack([token, (which * meets.shape[2] + unit) * wide], axis=1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     owner = jnp.repeat(owner, UNITS // wide, total_repeat_length=UNITS // wide * owner.shape[0])
-    return Pairs(*(x.astype(jnp.int32) for x in (block, owner, work, starts)))
+    # The barrier keeps the lists: without it XLA would fuse their last sums into each layer's use of them.
+    return jax.lax.optimization_barrier(Pairs(*(x.astype(jnp.int32) for x in (block, owner, work, starts))))

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jlora.layout import UnitLayout
 
@@ -83,6 +84,11 @@ class Adapted(NamedTuple):
     unit: UnitLayout  # the layout of its rank units
 
 
+def acting(adapters: jax.Array, acts: jax.Array | None) -> jax.Array:
+    """[T] adapter index of each token, -1 for all of them where `acts` is False."""
+    return adapters if acts is None else jnp.where(acts, adapters, -1)
+
+
 class Attention(Protocol):
     """Ragged paged causal attention of one layer: decode (C = 1), prompt chunks, or both in one launch."""
 
@@ -110,12 +116,15 @@ class Lora(Protocol):
         projections: Sequence[Adapted],
         adapters: jax.Array,
         psum: Psum = None,
+        acts: jax.Array | None = None,
     ) -> list[jax.Array]:
         """Adds the adapters of T tokens to the projections of x [T, a] (this shard's slice).
 
         Args:
             adapters: [T] adapter index of each token, -1 for none.
             psum: sums the partial x·Aᵀ of all projections over the shards.
+            acts: a scalar, False where every token counts as having none. It may depend on the layer, and what a
+                kernel computes from the other lists need not.
         Returns:
             Per projection [T, b] in its base's dtype. A token without an adapter keeps its base
             bit for bit. Without active blocks the op reads and computes nothing.

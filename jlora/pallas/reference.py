@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jlora.layout import UnitLayout
-from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
+from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum, acting
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
 WHOLE = 2  # a token in a tile costs up to so many times as much as in one product of all
@@ -110,6 +110,7 @@ def lora(
     projections: Sequence[Adapted],
     adapters: jax.Array,
     psum: Psum = None,
+    acts: jax.Array | None = None,
     token_tile: Callable[[int], int] | None = None,
     units: Callable[[int], int] = lambda tokens: TILE_UNITS,
 ) -> list[jax.Array]:
@@ -121,7 +122,7 @@ def lora(
             device on which a turn of a loop costs more than a product.
         units: T -> rank units per turn of the loop.
     """
-    count = x.shape[0]
+    count, adapters = x.shape[0], acting(adapters, acts)
     tiles = [max(1, units(count) // p.unit.per_block) for p in projections]
     most = min(token_tile(count), count) if token_tile else count
     size = max(n for n in range(1, most + 1) if count % n == 0)

@@ -43,7 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jlora.pallas.ops import Adapted, Psum
+from jlora.pallas.ops import Adapted, Psum, acting
 from jlora.pallas.tiles import SMALLEST, Chip, LoraShape, LoraTiles
 from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Products, Tile, cdiv, numbers
 
@@ -261,9 +261,10 @@ class TpuLora:
         projections: Sequence[Adapted],
         adapters: jax.Array,
         psum: Psum = None,
+        acts: jax.Array | None = None,
     ) -> list[jax.Array]:
         """See `ops.Lora`."""
-        launch = Launch.of(self, x, pool, projections, adapters)
+        launch = Launch.of(self, x, pool, projections, acting(adapters, acts))
         first = jnp.asarray(first_row, jnp.int32)
         bases = [p.base for p in projections]
 
