@@ -84,7 +84,7 @@ def launch_seconds(case: checks.Case, ops: Ops, inputs: tuple[Any, ...]) -> floa
     """Seconds of a kernel's launch on the case; infinite where its sizes do not fit or do not compile."""
     run, args = checks.launch(case, ops, inputs)
     try:
-        return seconds(checks.calls(run, args), checks.REPEATS[jax.default_backend()], ROUNDS)
+        return checks.call_seconds(case, run, args, ROUNDS)
     except (ConfigError, *checks.FAILURES) as e:
         print(f"passed over: {checks.first_line(e)}", flush=True)
         return float("inf")

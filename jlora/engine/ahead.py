@@ -77,7 +77,8 @@ class Ahead:
         forward.compile()
         _, rows, hidden = (self._replicated(out) for out in forward.out_info)
         if blank.sampling is not None:
-            programs.sample.lower(head_of(params), rows, self._state, blank.sampling).compile()
+            for draw in filter(None, (programs.sample, programs.greedy)):
+                draw.lower(head_of(params), rows, self._state, blank.sampling).compile()
         if blank.score_targets is not None:
             programs.score.lower(head_of(params), hidden, blank.score_targets).compile()
 

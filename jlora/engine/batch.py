@@ -152,6 +152,15 @@ class Launch:
         return Batch(self.record, self.lists.host)
 
     @property
+    def greedy(self) -> bool:
+        """Whether every row takes its most likely token, with nothing added, banned or reported."""
+        if self.sampling is None:
+            return False
+        f = self.sampling.fields()
+        busy = (f["temperature"] > 0) | (f["tables"] > 0) | (f["logprobs"] > 0) | (f["position"] < f["until"])
+        return not busy.any()
+
+    @property
     def adapters(self) -> tuple[AdapterNode, ...]:
         """The adapters that act on any of its tokens, by their index in the batch."""
         return _adapters(self.works)

@@ -26,7 +26,7 @@ from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
-from jlora.pallas.gpu_support import Gpu, fit_units
+from jlora.pallas.gpu_support import Gpu, fit_units, refusal_of
 from jlora.ports import Clock
 
 
@@ -90,7 +90,9 @@ def _site(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tup
 
 def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
     """The layout with units as the platform's kernels read them, where these are to be used."""
-    return fit_units(layout) if jax.default_backend() == "gpu" and kernels == "pallas" else layout
+    device = jax.devices()[0]
+    wanted = device.platform == "gpu" and kernels != "xla" and refusal_of(device) is None
+    return fit_units(layout) if wanted else layout
 
 
 def name_of(device: Any) -> str:

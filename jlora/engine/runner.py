@@ -295,7 +295,9 @@ class Runner:
         if launch.score_targets is not None:
             scores = self._programs.score(head, hidden, launch.score_targets)
         if launch.sampling is not None:  # last: until then, the launch can be dispatched again
-            self._state, sampled = self._programs.sample(head, rows, self._state, launch.sampling)
+            greedy = self._programs.greedy
+            draw = greedy if greedy is not None and launch.greedy else self._programs.sample
+            self._state, sampled = draw(head, rows, self._state, launch.sampling)
         return sampled, scores
 
     def _grouped(self, launch: Launch, copies: _Copies, arrivals: _Arrivals, shares: Shares | None = None):

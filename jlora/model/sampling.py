@@ -134,6 +134,13 @@ def sample(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[Slo
     return state, Sampled(token, *lax.cond(batch.logprobs, lambda: report(logits, token), lambda: _nothing(len(token))))
 
 
+def greedy(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
+    """`sample` of rows that take their most likely token, with nothing added, banned or reported: no branch."""
+    token = _argmax(logits)
+    last = state.last.at[batch.slot].set(token, mode="drop")
+    return state._replace(last=last), Sampled(token, *_nothing(len(token)))
+
+
 def _choose(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax.Array:
     adjusted = lax.cond(jnp.any(batch.tables), lambda: _with_tables(logits, state, batch), lambda: logits)
     ban, rows = jnp.any(batch.banned < logits.shape[1]), jnp.arange(logits.shape[0])[:, None]

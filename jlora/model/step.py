@@ -126,6 +126,7 @@ class Programs(NamedTuple):
 
     forward: Wrapped
     sample: Wrapped
+    greedy: Wrapped | None
     score: Wrapped
     reset_slot: Wrapped
     write_blocks: Wrapped
@@ -153,6 +154,11 @@ def head_of(params: Params) -> Params:
     return {"head": params["head"]} if "head" in params else {"embed": params["embed"]}
 
 
+# On a GPU, XLA records a program's kernels as CUDA graphs. A call whose arrays lie elsewhere than the last one's, as a
+# step's do, first updates the graph, at 10 us a kernel (H100). Launching them one by one costs a third of it.
+LONG = ("forward", "layers")  # programs of many kernels
+UNGRAPHED = {"xla_gpu_graph_min_graph_size": 1_000_000}  # kernels: more than any program has
+
 # Wraps a named function whose arguments are arrays, before it is jitted.
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
@@ -168,6 +174,7 @@ def build(
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(head_of(params), rows [S, D], state, rows of `sampling.row_type`) -> state, Sampled
+    greedy: the same without branches, of rows that need none; None where a branch costs nothing
     score(head_of(params), hidden [T, D], targets [T]) -> logprob [T], top ids [T, 20], top logprobs [T, 20]
     reset_slot(state, slot, prompt, output, (bias ids, bias values)) -> state
     write_blocks(pool, ids [n], data [n, L, B, 2K, H]) -> pool
@@ -185,6 +192,8 @@ def build(
     head = head_of(weights)
     group = weights["layers"] if stacked else weights["layers"][:size]
 
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Wrapped:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
@@ -192,12 +201,16 @@ def build(
             lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
         donated = () if donate is None else (donate,)
-        return jax.jit(wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings)
+        options = UNGRAPHED if on_gpu and _name(f) in LONG else None
+        return jax.jit(
+            wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
+        )
 
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
         on_mesh(partial(_sample, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2),
+        on_mesh(partial(_greedy, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2) if on_gpu else None,
         on_mesh(partial(_score, spec, place.shard), (head, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
@@ -291,6 +304,10 @@ def _joints(place: _Place, pool_rows: int, b: Fields) -> Joints:
 
 def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: Packed):
     return sampling.sample(logits(spec, params, rows, shard), state, sampling.SampleBatch.of(batch))
+
+
+def _greedy(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: Packed):
+    return sampling.greedy(logits(spec, params, rows, shard), state, sampling.SampleBatch.of(batch))
 
 
 def _score(spec: ModelSpec, shard, params: Params, hidden: jax.Array, targets: jax.Array):

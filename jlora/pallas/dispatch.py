@@ -1,7 +1,6 @@
 """Chooses the implementation of each op, once at start.
 
-- `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise. On
-  NVIDIA it takes XLA until the kernels have been timed against it.
+- `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise.
 - `pallas` takes the kernels, or raises with the reason. On NVIDIA, XLA still serves a group of
   projections whose units the kernels cannot read, unless that is every group.
 - `xla` takes the reference.
@@ -64,7 +63,6 @@ class Chosen:
 # A platform's implementation of one op: name, maker (None: the reference), reason.
 Offer = tuple[str, Callable[[], object] | None, str]
 
-UNTIMED = "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas selects them"
 IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
 
 
@@ -74,7 +72,7 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
     Raises:
         ConfigError: `kernels` is pallas and the platform's kernels cannot serve an op.
     """
-    offers: dict[str, Offer] = {} if kernels == "xla" else _offers(site, kernels)
+    offers: dict[str, Offer] = {} if kernels == "xla" else _offers(site)
     ops, choices = XLA, []
     for op in ("attention", "lora"):
         name, make, reason = offers.get(op, ("xla", None, "engine.kernels = xla"))
@@ -89,7 +87,7 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
     return chosen
 
 
-def _offers(site: Site, kernels: str) -> dict[str, Offer]:
+def _offers(site: Site) -> dict[str, Offer]:
     if site.platform == "tpu":
         return _tpu(site)
     if site.platform == "cpu":
@@ -97,7 +95,7 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
         return {"attention": _xla(reason), "lora": ("xla", lambda: CPU.lora, f"{reason}, by tiles of tokens")}
     if site.platform != "gpu":
         reason = f"there are no kernels for {site.platform}"
-    elif not (reason := site.gpu.refusal(site.kind) or ("" if kernels == "pallas" else UNTIMED)):
+    elif not (reason := site.gpu.refusal(site.kind)):
         return _gpu(site)
     return {"attention": _xla(reason), "lora": _xla(reason)}
 
