@@ -5,7 +5,6 @@ reference. This is decided while tracing; dispatch logs the reason at start.
 
 `tiles_of` looks up the kernels' block sizes in `tiles.json`, which holds under `gpu` the sizes that
 `jlora doctor tune` measured, by chip (`device_kind`) and shape. The classes' defaults apply otherwise.
-Nothing has been measured yet.
 """
 
 from __future__ import annotations

@@ -61,6 +61,14 @@ def test_temperature_zero_takes_the_best_token_whatever_else_is_set():
     np.testing.assert_array_equal(out.token, logits.argmax(1))
 
 
+def test_rows_without_branches_draw_what_greedy_rows_draw_with_them():
+    logits, state = logits_of(7, 3), sampling.empty_slots(SLOTS, V)
+    rows = batch(3, temperature=0, slot=np.array([2, SLOTS, 0]))
+    got, want = jax.jit(sampling.greedy)(logits, state, rows), draw(logits, state, rows)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_tempered_distribution(temperature: float):
     logits = logits_of(1, 1)[0]

@@ -42,9 +42,13 @@ def test_a_cpu_runs_the_reference_and_says_why():
     assert "on a CPU the reference is the fast path" in str(chosen)
 
 
-def test_a_gpu_stays_with_xla_until_it_is_asked_for_its_kernels():
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_a_hopper_runs_its_kernels_and_xla_what_they_do_not_serve():
     where = site("gpu", "NVIDIA H200", cases.LLAMA2_7B)
-    assert choose(where).ops is XLA and "not been timed" in choose(where).choices[0].reason
+    assert [c.implementation for c in choose(where).choices[:2]] == ["pallas-gpu"] * 2
+    assert choose(where, "xla").ops is XLA
+    narrow = choose(site("gpu", "NVIDIA H200", replace(cases.LLAMA2_7B, dtype="float32")))
+    assert narrow.ops is XLA and "the pool is float32" in narrow.choices[0].reason
 
 
 @pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))

@@ -69,13 +69,14 @@ def wanted(inputs) -> list[np.ndarray]:
     return [np.asarray(y) for y in reference.lora(x, pool, first, wide, adapters)]
 
 
-def run(case: LoraCase, tiles: LoraTiles = FEW) -> tuple[list[np.ndarray], tuple]:
+def run(case: LoraCase, tiles: LoraTiles = FEW, acts: bool | None = None) -> tuple[list[np.ndarray], tuple]:
     inputs = x, pool, first, projections, adapters = lora_inputs(case)
 
     @jax.jit
     def added(x, pool, bases):
         parts = [p._replace(base=base) for p, base in zip(projections, bases, strict=True)]
-        return lora(x, pool, first, parts, adapters, room=room_of(case), tiles=tiles)
+        acting = None if acts is None else jnp.bool_(acts)
+        return lora(x, pool, first, parts, adapters, acts=acting, room=room_of(case), tiles=tiles)
 
     with _gpu.interpreted():
         got = jax.block_until_ready(added(x, pool, [p.base for p in projections]))
@@ -96,6 +97,14 @@ def test_lora_equals_the_reference(case: LoraCase):
         np.testing.assert_allclose(out, want, atol=0.03 * np.abs(want).max())
         base = np.asarray(projection.base.astype(jnp.float32))
         np.testing.assert_array_equal(out[nobody], base[nobody])
+
+
+def test_where_no_adapter_acts_the_base_stays_bit_for_bit():
+    case = next(c for c in CASES if c.name == "q k v, mixed ranks")
+    (acting, _), (still, inputs) = run(case, acts=True), run(case, acts=False)
+    for got, want, base, projection in zip(acting, wanted(inputs), still, inputs[3], strict=True):
+        np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())
+        np.testing.assert_array_equal(base, np.asarray(projection.base.astype(jnp.float32)))
 
 
 @pytest.mark.slow

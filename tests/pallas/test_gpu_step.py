@@ -99,6 +99,35 @@ def test_a_decode_step_without_adapters_launches_attention_only(record_property:
     assert program.alias >= 8 * GIB - PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes
 
 
+def test_the_lists_of_adapters_are_made_once_for_all_layers():
+    """What a layer launches of them costs a step of 32 layers more than the kernels that read them."""
+    made = []
+    for layers in (1, 2):
+        program = compiled_step(replace(LLAMA3_8B, layers=layers), 1, DECODE)
+        entry = program.text.partition("\nENTRY ")[2]
+        made.append(sum("unit_pairs" in line and " fusion(" in line for line in entry.splitlines()))
+    assert 0 < made[0] <= made[1] < made[0] + 5  # 27 a layer where they depend on it
+
+
+def test_programs_of_whole_steps_run_without_graphs_and_greedy_rows_without_branches(monkeypatch: pytest.MonkeyPatch):
+    _gpu.need_compiler()
+    options, jit = {}, jax.jit
+
+    def noted(f: Any, **kwargs: Any) -> Any:
+        made = jit(f, **kwargs)
+        options[made] = kwargs.get("compiler_options")
+        return made
+
+    layout = fit_units(PoolLayout.of(LLAMA3_8B, 64, 32))
+    mesh = Mesh(np.array(_gpu.devices(1)), ("tp",), axis_types=(AxisType.Auto,))
+    monkeypatch.setattr(jax, "jit", noted)
+    programs = step.build(LLAMA3_8B, layout, mesh, False)
+    monkeypatch.undo()
+    assert options[programs.forward] == options[programs.layers] == step.UNGRAPHED
+    assert options[programs.sample] is None and programs.greedy is not None
+    assert step.build(LLAMA3_8B, layout, sharding.make_mesh(1), False).greedy is None
+
+
 @SHAPES
 @pytest.mark.parametrize(
     ("spec", "layers", "tp"),
