@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from jlora.doctor import checks
-from jlora.doctor.rates import seconds
 from jlora.errors import ConfigError
 from jlora.pallas import cases
 from jlora.pallas.cases import AttentionCase
