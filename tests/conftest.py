@@ -55,12 +55,17 @@ def shared_programs() -> Iterator[None]:
 
     @functools.wraps(build)
     def shared(
-        spec: ModelSpec, layout: PoolLayout, mesh: jax.sharding.Mesh, stacked: bool, ops: Ops = XLA, **wrap: step.Wrap
+        spec: ModelSpec,
+        layout: PoolLayout,
+        mesh: jax.sharding.Mesh,
+        stacked: bool,
+        ops: Ops = XLA,
+        at: step.Site = step.ANYWHERE,
     ):
         if ops not in (XLA, CPU):  # kernels
-            return build(spec, layout, mesh, stacked, ops, **wrap)
-        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops
-        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, **wrap))
+            return build(spec, layout, mesh, stacked, ops, at)
+        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops, at.host_waits
+        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, at))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "build", shared)

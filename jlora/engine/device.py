@@ -26,7 +26,7 @@ from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
-from jlora.pallas.gpu_support import Gpu, fit_units, refusal_of
+from jlora.pallas.gpu_support import Gpu, attention_refusal, fit_units, refusal_of
 from jlora.ports import Clock
 
 
@@ -63,8 +63,9 @@ def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Pr
     stacked = uses_scan(config.engine.layers, platform)
     facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, launches), config.engine.kernels
     kept = jax.config.jax_compilation_cache_dir
-    wrap = {"wrap": Traced(Path(kept), *facts)} if kept else {}
-    programs = step.build(spec, layout, mesh, stacked, ops, **wrap)
+    site = step.Site(host_waits=has_bare(platform))
+    site = site._replace(wrap=Traced(Path(kept), *facts)) if kept else site
+    programs = step.build(spec, layout, mesh, stacked, ops, site)
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)
     groups = step.layer_groups(spec.layers)
@@ -91,8 +92,11 @@ def _site(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tup
 def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
     """The layout with units as the platform's kernels read them, where these are to be used."""
     device = jax.devices()[0]
-    wanted = device.platform == "gpu" and kernels != "xla" and refusal_of(device) is None
-    return fit_units(layout) if wanted else layout
+    if device.platform != "gpu" or kernels == "xla" or refusal_of(device) or attention_refusal(layout):
+        return layout
+    from jlora.pallas.gpu_ops import runtime_refusal  # jax's front of Mosaic GPU is for a process on a GPU
+
+    return layout if runtime_refusal() else fit_units(layout)
 
 
 def name_of(device: Any) -> str:

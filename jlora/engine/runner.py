@@ -298,6 +298,8 @@ class Runner:
             greedy = self._programs.greedy
             draw = greedy if greedy is not None and launch.greedy else self._programs.sample
             self._state, sampled = draw(head, rows, self._state, launch.sampling)
+            if not launch.works and draw is greedy:  # a warm-up runs both
+                self._state, sampled = self._programs.sample(head, rows, self._state, launch.sampling)
         return sampled, scores
 
     def _grouped(self, launch: Launch, copies: _Copies, arrivals: _Arrivals, shares: Shares | None = None):

@@ -155,22 +155,34 @@ def head_of(params: Params) -> Params:
 
 
 # On a GPU, XLA records a program's kernels as CUDA graphs. A call whose arrays lie elsewhere than the last one's, as a
-# step's do, first updates the graph, at 10 us a kernel (H100). Launching them one by one costs a third of it.
+# step's often do, first updates the graph, which took longer than to launch its kernels one by one (H100, 64 rows).
 LONG = ("forward", "layers")  # programs of many kernels
 UNGRAPHED = {"xla_gpu_graph_min_graph_size": 1_000_000}  # kernels: more than any program has
-
-# Wraps a named function whose arguments are arrays, before it is jitted.
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 def _as_it_is(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class Site(NamedTuple):
+    """Where programs run.
+
+    Attributes:
+        wrap: wraps a named function whose arguments are arrays, before it is jitted; see `Traced`.
+        host_waits: at every branch of a program, as a GPU's does.
+    """
+
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] = _as_it_is
+    host_waits: bool = False
+
+
+ANYWHERE = Site()
+
+
 def build(
-    spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA, wrap: Wrap = _as_it_is
+    spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA, site: Site = ANYWHERE
 ) -> Programs:
-    """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`); `wrap`: see `Traced`.
+    """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`).
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(head_of(params), rows [S, D], state, rows of `sampling.row_type`) -> state, Sampled
@@ -192,8 +204,6 @@ def build(
     head = head_of(weights)
     group = weights["layers"] if stacked else weights["layers"][:size]
 
-    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Wrapped:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
@@ -201,16 +211,17 @@ def build(
             lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
         donated = () if donate is None else (donate,)
-        options = UNGRAPHED if on_gpu and _name(f) in LONG else None
+        options = UNGRAPHED if site.host_waits and _name(f) in LONG else None
         return jax.jit(
-            wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
+            site.wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
         )
 
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
+    greedy = on_mesh(partial(_greedy, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2)
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
         on_mesh(partial(_sample, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2),
-        on_mesh(partial(_greedy, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2) if on_gpu else None,
+        greedy if site.host_waits else None,
         on_mesh(partial(_score, spec, place.shard), (head, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),

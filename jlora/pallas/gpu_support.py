@@ -25,6 +25,7 @@ FEWEST = 2  # fewest units of a block
 UNITS = 64  # rank units of one product
 PAGES = (16, 32, 64)  # tokens per block: divisors of a tile of 64
 WIDTHS = (64, 128)  # of a head, and of a chunk of a unit
+LISTED = 16384  # page ids of one context that fit beside a kernel's tiles in shared memory (227 KiB on Hopper)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""On a GPU, rows that take their most likely token are drawn by a program of their own. Here a CPU has it, too."""
+"""On a GPU, rows that take their most likely token are drawn by a program of their own. Here a CPU runs it, too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jlora.config import EngineConfig
+from jlora.engine import device
 from jlora.engine.batch import BatchBuilder
 from jlora.layout import PoolLayout
 from jlora.model import sampling
@@ -55,30 +56,28 @@ def test_a_row_is_greedy_once_no_token_is_held_back():
     assert [greedy(BUSY["held back"], later=steps) for steps in range(3)] == [False, True, True]
 
 
-def test_an_engine_takes_the_program_without_branches_where_it_serves_and_answers_alike(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_whose_host_waits_at_branches_takes_the_program_without_them_and_answers_alike(
+    own_programs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kinds = (PLAIN, SEEDED, TABLES, GREEDY)
     requests = [Request(f"r{i}", (3, 4, 5 + i), p) for i, p in enumerate(kinds)]
     with replica_of(tiny_model, {}) as replica:
+        assert getattr(*port.programs(replica.parts.runner)).greedy is None, "a branch costs a CPU nothing"
         want = [tokens(serve(replica, [r])[r.id]) for r in requests]
-        seam, drawn = port.programs(replica.parts.runner), {"sample": 0, "greedy": 0}
+    monkeypatch.setattr(device, "has_bare", lambda platform: True)
+    with replica_of(tiny_model, {}) as replica:
+        seam, drawn = port.programs(replica.parts.runner), list[str]()
         programs = getattr(*seam)
-        assert programs.greedy is None, "a branch costs a CPU nothing"
 
-        def counted(name: str) -> Any:
-            def call(*args: Any) -> Any:
-                drawn[name] += 1
-                return programs.sample(*args)
+        def noted(name: str) -> Any:
+            program = getattr(programs, name)
+            return lambda *args: drawn.append(name) or program(*args)
 
-            return call
-
-        monkeypatch.setattr(*seam, programs._replace(sample=counted("sample"), greedy=counted("greedy")))
+        monkeypatch.setattr(*seam, programs._replace(sample=noted("sample"), greedy=noted("greedy")))
         for request, expected in zip(requests, want, strict=True):
-            before = dict(drawn)
-            assert tokens(serve(replica, [replace(request, id=request.id + "b")])[request.id + "b"]) == expected
-            took = {name for name in drawn if drawn[name] > before[name]}
-            assert took == ({"greedy"} if request.sampling is PLAIN else {"sample"})
+            drawn.clear()
+            assert tokens(serve(replica, [request])[request.id]) == expected
+            assert set(drawn) == ({"greedy"} if request.sampling is PLAIN else {"sample"})
 
 
 def test_the_program_without_branches_keeps_the_state_as_the_other_one_does():

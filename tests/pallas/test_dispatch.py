@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jlora.engine import device
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
@@ -49,6 +50,32 @@ def test_a_hopper_runs_its_kernels_and_xla_what_they_do_not_serve():
     assert choose(where, "xla").ops is XLA
     narrow = choose(site("gpu", "NVIDIA H200", replace(cases.LLAMA2_7B, dtype="float32")))
     assert narrow.ops is XLA and "the pool is float32" in narrow.choices[0].reason
+
+
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_contexts_whose_page_lists_do_not_fit_in_shared_memory_stay_with_xla():
+    fits, long = (site("gpu", "NVIDIA H200", replace(cases.LLAMA3_8B, max_len=32 * n)) for n in (16384, 32768))
+    assert choose(fits).choices[0].implementation == "pallas-gpu"
+    assert "32768 pages exceed the 16384" in choose(long).choices[0].reason
+
+
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_units_are_widened_only_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
+    def widened(spec: ModelSpec, capability: str = "9.0", kernels: str = "auto") -> bool:
+        client = SimpleNamespace(platform_version="cuda 13000")
+        gpu = SimpleNamespace(platform="gpu", client=client, compute_capability=capability, device_kind="a GPU")
+        monkeypatch.setattr(jax, "devices", lambda: [gpu])
+        layout = PoolLayout.of(spec, 64, 32)
+        fitted = device.fitted(layout, kernels)
+        assert fitted in (layout, fit_units(layout))
+        return fitted != layout
+
+    llama = cases.LLAMA3_8B
+    assert widened(llama) and widened(llama, kernels="pallas")
+    assert not widened(llama, kernels="xla") and not widened(llama, "8.0")
+    assert not widened(replace(llama, dtype="float32"))
+    monkeypatch.setattr(gpu_ops, "runtime_refusal", lambda: "an old jax")
+    assert not widened(llama)
 
 
 @pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
