@@ -77,7 +77,7 @@ class Ahead:
         forward.compile()
         _, rows, hidden = (self._replicated(out) for out in forward.out_info)
         if blank.sampling is not None:
-            for draw in filter(None, (programs.sample, programs.greedy)):
+            for draw in filter(None, (programs.sample, programs.greedy, programs.drawn)):
                 draw.lower(head_of(params), rows, self._state, blank.sampling).compile()
         if blank.score_targets is not None:
             programs.score.lower(head_of(params), hidden, blank.score_targets).compile()

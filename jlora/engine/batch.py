@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -128,6 +128,9 @@ def _adapters(works: Sequence[Work]) -> tuple[AdapterNode, ...]:
     return tuple(dict.fromkeys(w.sequence.adapter for w in works if w.adapted))
 
 
+Draws = Literal["greedy", "drawn", "sample"]  # fields of `Programs`, from the least to what serves every launch
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One forward: its work in row order and its arrays; `sampling` says which rows draw a token, and how.
@@ -152,13 +155,15 @@ class Launch:
         return Batch(self.record, self.lists.host)
 
     @property
-    def greedy(self) -> bool:
-        """Whether every row takes its most likely token, with nothing added, banned or reported."""
-        if self.sampling is None:
-            return False
+    def draws(self) -> Draws:
+        """The least of the programs that draw its tokens, where there are several."""
+        assert self.sampling is not None
         f = self.sampling.fields()
-        busy = (f["temperature"] > 0) | (f["tables"] > 0) | (f["logprobs"] > 0) | (f["position"] < f["until"])
-        return not busy.any()
+        hot = f["temperature"] > 0
+        cut = hot & ((f["top_k"] > 0) | (f["top_p"] < 1) | (f["min_p"] > 0))
+        if (cut | (f["tables"] > 0) | (f["logprobs"] > 0) | (f["position"] < f["until"])).any():
+            return "sample"
+        return "drawn" if hot.any() else "greedy"
 
     @property
     def adapters(self) -> tuple[AdapterNode, ...]:

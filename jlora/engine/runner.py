@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.stages import Wrapped
 
 from jlora.cache.pool import DevicePool, as_shortage
 from jlora.cache.transfer import Copy
@@ -284,6 +285,13 @@ class Runner:
         self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, batch)
         return rows, hidden
 
+    def _drawing(self, launch: Launch) -> list[Wrapped]:
+        """The program that draws a launch's tokens; of a warm-up's, all that may."""
+        p = self._programs
+        if p.greedy is None or p.drawn is None:
+            return [p.sample]
+        return [getattr(p, launch.draws)] if launch.works else [p.greedy, p.drawn, p.sample]
+
     def _dispatch(self, launch: Launch, copies: _Copies, arrivals: _Arrivals) -> _Result:
         sampled = scores = None
         if copies:
@@ -295,11 +303,8 @@ class Runner:
         if launch.score_targets is not None:
             scores = self._programs.score(head, hidden, launch.score_targets)
         if launch.sampling is not None:  # last: until then, the launch can be dispatched again
-            greedy = self._programs.greedy
-            draw = greedy if greedy is not None and launch.greedy else self._programs.sample
-            self._state, sampled = draw(head, rows, self._state, launch.sampling)
-            if not launch.works and draw is greedy:  # a warm-up runs both
-                self._state, sampled = self._programs.sample(head, rows, self._state, launch.sampling)
+            for draw in self._drawing(launch):
+                self._state, sampled = draw(head, rows, self._state, launch.sampling)
         return sampled, scores
 
     def _grouped(self, launch: Launch, copies: _Copies, arrivals: _Arrivals, shares: Shares | None = None):

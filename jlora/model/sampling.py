@@ -136,7 +136,16 @@ def sample(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[Slo
 
 def greedy(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
     """`sample` of rows that take their most likely token, with nothing added, banned or reported: no branch."""
-    token = _argmax(logits)
+    return _plain(_argmax(logits), state, batch)
+
+
+def drawn(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
+    """The same of rows of which some draw by their temperature, with nothing cut."""
+    token = _argmax(_scaled(logits, batch) + _noise(logits.shape[1], batch))
+    return _plain(jnp.where(batch.temperature > 0, token, _argmax(logits)), state, batch)
+
+
+def _plain(token: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
     last = state.last.at[batch.slot].set(token, mode="drop")
     return state._replace(last=last), Sampled(token, *_nothing(len(token)))
 
@@ -187,17 +196,25 @@ def _with_tables(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax
 
 def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
     """Temperature, then top-k, top-p and min-p, then the Gumbel-max draw."""
-    scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    scaled = _scaled(logits, batch)
     cut = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
     kept = lax.cond(jnp.any(cut & (batch.temperature > 0)), lambda: _truncate(scaled, batch), lambda: scaled)
+    return _argmax(kept + _noise(logits.shape[1], batch))
+
+
+def _scaled(logits: jax.Array, batch: SampleBatch) -> jax.Array:
+    return logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+
+
+def _noise(vocab: int, batch: SampleBatch) -> jax.Array:
+    """[S, V] Gumbel noise of each row's own key."""
 
     def noise(seed, completion, position):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
-        return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
+        return jax.random.gumbel(key, (vocab,), jnp.float32)
 
-    gumbel = jax.vmap(noise)(batch.seed, batch.completion, batch.position)
-    return _argmax(kept + gumbel)
+    return jax.vmap(noise)(batch.seed, batch.completion, batch.position)
 
 
 def _truncate(logits: jax.Array, batch: SampleBatch) -> jax.Array:

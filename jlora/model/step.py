@@ -127,6 +127,7 @@ class Programs(NamedTuple):
     forward: Wrapped
     sample: Wrapped
     greedy: Wrapped | None
+    drawn: Wrapped | None
     score: Wrapped
     reset_slot: Wrapped
     write_blocks: Wrapped
@@ -186,7 +187,7 @@ def build(
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(head_of(params), rows [S, D], state, rows of `sampling.row_type`) -> state, Sampled
-    greedy: the same without branches, of rows that need none; None where a branch costs nothing
+    greedy, drawn: the same without branches, of rows that need none (`Launch.draws`); None where branches cost nothing
     score(head_of(params), hidden [T, D], targets [T]) -> logprob [T], top ids [T, 20], top logprobs [T, 20]
     reset_slot(state, slot, prompt, output, (bias ids, bias values)) -> state
     write_blocks(pool, ids [n], data [n, L, B, 2K, H]) -> pool
@@ -217,11 +218,15 @@ def build(
         )
 
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
-    greedy = on_mesh(partial(_greedy, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2)
+
+    def drawing(draw: Callable) -> Wrapped:
+        return on_mesh(partial(draw, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2)
+
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
-        on_mesh(partial(_sample, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2),
-        greedy if site.host_waits else None,
+        drawing(_sample),
+        drawing(_greedy) if site.host_waits else None,
+        drawing(_drawn) if site.host_waits else None,
         on_mesh(partial(_score, spec, place.shard), (head, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
@@ -319,6 +324,10 @@ def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: Slot
 
 def _greedy(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: Packed):
     return sampling.greedy(logits(spec, params, rows, shard), state, sampling.SampleBatch.of(batch))
+
+
+def _drawn(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: Packed):
+    return sampling.drawn(logits(spec, params, rows, shard), state, sampling.SampleBatch.of(batch))
 
 
 def _score(spec: ModelSpec, shard, params: Params, hidden: jax.Array, targets: jax.Array):

@@ -124,7 +124,7 @@ def test_programs_of_whole_steps_run_without_graphs_and_greedy_rows_without_bran
     programs = step.build(LLAMA3_8B, layout, mesh, False, site=step.Site(host_waits=True))
     monkeypatch.undo()
     assert options[programs.forward] == options[programs.layers] == step.UNGRAPHED
-    assert options[programs.sample] is None and programs.greedy is not None
+    assert options[programs.sample] is None and programs.greedy is not None and programs.drawn is not None
     assert step.build(LLAMA3_8B, layout, mesh, False).greedy is None
 
 
