@@ -109,7 +109,9 @@ def test_the_lists_of_adapters_are_made_once_for_all_layers():
     assert 0 < made[0] <= made[1] < made[0] + 5  # 27 a layer where they depend on it
 
 
-def test_programs_of_whole_steps_run_without_graphs_and_greedy_rows_without_branches(monkeypatch: pytest.MonkeyPatch):
+def test_programs_of_whole_steps_run_without_graphs_and_plain_rows_without_branches(
+    own_programs, monkeypatch: pytest.MonkeyPatch
+):
     _gpu.need_compiler()
     options, jit = {}, jax.jit
 
