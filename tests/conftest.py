@@ -60,12 +60,12 @@ def shared_programs() -> Iterator[None]:
         mesh: jax.sharding.Mesh,
         stacked: bool,
         ops: Ops = XLA,
-        site: step.Site = step.ANYWHERE,
+        making: step.Making = step.PLAIN,
     ):
         if ops not in (XLA, CPU):  # kernels
-            return build(spec, layout, mesh, stacked, ops, site)
-        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops, site.host_waits
-        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, site))
+            return build(spec, layout, mesh, stacked, ops, making)
+        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops, making.host_waits
+        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, making))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "build", shared)

@@ -27,7 +27,7 @@ from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value: products may use lower precision
-CALLS = {"cpu": 1, "gpu": 20, "tpu": 20}
+CALLS = {"cpu": 1, "gpu": 20, "tpu": 20}  # in the one program that is timed
 MODERATE = ("8 adapters", "4 adapters")  # how the names of the cases end that have neither one adapter nor many
 JUNK = 100.0  # in memory that a kernel must not use; NaN would only show in one place
 

@@ -63,9 +63,9 @@ def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Pr
     stacked = uses_scan(config.engine.layers, platform)
     facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, launches), config.engine.kernels
     kept = jax.config.jax_compilation_cache_dir
-    site = step.Site(host_waits=has_bare(platform))
-    site = site._replace(wrap=Traced(Path(kept), *facts)) if kept else site
-    programs = step.build(spec, layout, mesh, stacked, ops, site)
+    making = step.Making(host_waits=has_bare(platform))
+    making = making._replace(wrap=Traced(Path(kept), *facts)) if kept else making
+    programs = step.build(spec, layout, mesh, stacked, ops, making)
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)
     groups = step.layer_groups(spec.layers)

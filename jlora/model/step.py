@@ -165,8 +165,8 @@ def _as_it_is(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class Site(NamedTuple):
-    """Where programs run.
+class Making(NamedTuple):
+    """How programs are made.
 
     Attributes:
         wrap: wraps a named function whose arguments are arrays, before it is jitted; see `Traced`.
@@ -177,11 +177,11 @@ class Site(NamedTuple):
     host_waits: bool = False
 
 
-ANYWHERE = Site()
+PLAIN = Making()
 
 
 def build(
-    spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA, site: Site = ANYWHERE
+    spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA, making: Making = PLAIN
 ) -> Programs:
     """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`).
 
@@ -212,9 +212,9 @@ def build(
             lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
         donated = () if donate is None else (donate,)
-        options = UNGRAPHED if site.host_waits and _name(f) in LONG else None
+        options = UNGRAPHED if making.host_waits and _name(f) in LONG else None
         return jax.jit(
-            site.wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
+            making.wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
         )
 
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
@@ -225,8 +225,8 @@ def build(
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
         drawing(_sample),
-        drawing(_greedy) if site.host_waits else None,
-        drawing(_drawn) if site.host_waits else None,
+        drawing(_greedy) if making.host_waits else None,
+        drawing(_drawn) if making.host_waits else None,
         on_mesh(partial(_score, spec, place.shard), (head, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),

@@ -116,9 +116,9 @@ def _gpu(site: Site) -> dict[str, Offer]:
     }
     left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
     gap = gpu_ops.runtime_refusal()
-    long = f"contexts of {site.width} pages exceed the {gpu_support.LISTED} that fit in shared memory"
-    long = long if site.width > gpu_support.LISTED else ""
-    attention_gap = gap or gpu_support.attention_refusal(layout) or long
+    attention_gap = gap or gpu_support.attention_refusal(layout)
+    if site.width > gpu_support.LISTED:
+        attention_gap = f"contexts of {site.width} pages exceed the {gpu_support.LISTED} that fit in shared memory"
     lora_gap = gap or (left if all(refused.values()) else "")
     serves = f"serves {site.kind}"
     attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)

@@ -45,7 +45,7 @@ def compiled_step(
     layout = fit_units(PoolLayout.of(spec, blocks, 32, tp))
     width = layout.blocks_for(spec.max_len)
     site = Site("gpu", "H200", layout, spec.heads, (DECODE, PROMPTS), width, 64, Gpu("9.0"))
-    programs = step.build(spec, layout, mesh, False, choose(site, kernels).ops, step.Site(host_waits=True))
+    programs = step.build(spec, layout, mesh, False, choose(site, kernels).ops, step.Making(host_waits=True))
     params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
     builder = BatchBuilder(layout, EngineConfig(max_seqs=64, max_step_tokens=512), spec, lambda uid: (), bare)
     pool = _aot.placed(jax.ShapeDtypeStruct(layout.shape, jnp.dtype(layout.dtype)), mesh, sharding.POOL)
@@ -123,7 +123,7 @@ def test_programs_of_whole_steps_run_without_graphs_and_plain_rows_without_branc
     layout = fit_units(PoolLayout.of(LLAMA3_8B, 64, 32))
     mesh = Mesh(np.array(_gpu.devices(1)), ("tp",), axis_types=(AxisType.Auto,))
     monkeypatch.setattr(jax, "jit", noted)
-    programs = step.build(LLAMA3_8B, layout, mesh, False, site=step.Site(host_waits=True))
+    programs = step.build(LLAMA3_8B, layout, mesh, False, making=step.Making(host_waits=True))
     monkeypatch.undo()
     assert options[programs.forward] == options[programs.layers] == step.UNGRAPHED
     assert options[programs.sample] is None and programs.greedy is not None and programs.drawn is not None
