@@ -51,7 +51,7 @@ def test_an_answer_says_why_it_ended(executed: dict[str, str]):
 
 
 def test_the_stream_prints_the_answer(executed: dict[str, str]):
-    assert cell(executed, "prompt = ") == "uryyb jbeyq"
+    assert cell(executed, "messages = ") == "uryyb jbeyq"
 
 
 def test_a_stop_string_cuts_the_samples_and_logprobs_name_the_tokens(executed: dict[str, str]):
