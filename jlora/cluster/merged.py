@@ -42,7 +42,13 @@ def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
 def rounding(one: ReplicaInfo, other: ReplicaInfo) -> str:
     """In what two replicas differ that makes them round differently; "" if in nothing."""
     pairs = {f"engine.{name}": (getattr(one.config.engine, name), getattr(other.config.engine, name)) for name in FORMS}
+    pairs["devices"] = _kinds(one), _kinds(other)  # they decide what "auto" takes, and how XLA adds
     return ", ".join(f"{name} = {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
+
+
+def _kinds(replica: ReplicaInfo) -> str:
+    """The kind of each device, without its number."""
+    return ", ".join(device.rpartition(" ")[0] for device in replica.devices)
 
 
 def info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:

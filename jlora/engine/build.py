@@ -29,7 +29,7 @@ from jlora.config import Config, EngineConfig, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
-from jlora.engine.built import Between, Built, Phases
+from jlora.engine.built import Between, Built, Finish, Phases
 from jlora.engine.cold_start import Costs
 from jlora.engine.device import Prepared
 from jlora.engine.engine import Engine, Shape
@@ -132,12 +132,12 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
         warm_up(runner, first, progress)
     if merger is not None:
         merger.prepare()  # it measures: no program compiles beside it any more
-    if switching is not None and config.engine.warmup:
-        switching.policy.times.share = adapter_share(runner, layout)
     phases.end("programs")
-    open_groups = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
+    priced = switching if config.engine.warmup else None
+    opens = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
+    finish = partial(_finish, (partial(_price, priced, runner, layout), opens))
     if not runner.left:
-        open_groups(lambda call: call())
+        finish(lambda call: call())
     engine.adapters.begin_with(found)
     _read_in(engine, sources.eager(found, host_blocks, config), reader, sources.required(config, reader))
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens, mesh)
@@ -146,7 +146,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     log.info("started in %s", phases)
     if runner.left:
         log.info("%d parts of further programs compile while it serves", len(runner.left))
-    return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, open_groups)
+    return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, finish)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:
@@ -202,6 +202,18 @@ def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedS
     return steps
 
 
+def _finish(last: Iterable[Finish], between: Between) -> None:
+    """See `Built.finish`."""
+    for each in last:
+        each(between)
+
+
+def _price(switching: Switching | None, runner: Runner, layout: PoolLayout, between: Between) -> None:
+    """What merging can gain: until this is known, "auto" takes it for nothing."""
+    if switching is not None:
+        switching.policy.times.share = adapter_share(runner, layout, between)
+
+
 def _open_groups(
     way: str,
     steps: FittedSteps | None,
@@ -210,7 +222,7 @@ def _open_groups(
     runner: Runner,
     between: Between,
 ) -> None:
-    """See `Built.open_groups`: from now on copies come in groups of layers, and the host helps."""
+    """From now on copies come in groups of layers, and the host helps."""
     manager = parts.scheduler.manager
     if not between(lambda: runner.takes_groups):
         return
@@ -257,7 +269,7 @@ def compile_rest(built: Built, progress: bool = False) -> Built:
             next(compiled)
             built.runner.admit(left)
     if rest:
-        built.open_groups(lambda call: call())
+        built.finish(lambda call: call())
     return built
 
 

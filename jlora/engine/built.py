@@ -37,8 +37,8 @@ class Phases:
 
 # Runs a function between two steps of the engine, and waits for it.
 Between = Callable[[Callable[[], Any]], Any]
-# Lets steps run behind copies on their way, once the runner takes groups of layers.
-OpenGroups = Callable[[Between], None]
+# What waits for the last program.
+Finish = Callable[[Between], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Built:
     """What `jlora.engine.build` makes.
 
     Attributes:
-        open_groups: call it once, when nothing is left to compile.
+        finish: call it once, when nothing is left to compile: it measures what adapters cost a step, and lets steps
+            run behind copies on their way.
     """
 
     engine: Engine
@@ -55,4 +56,4 @@ class Built:
     info: ReplicaInfo
     reader: Reader
     catalogue: Catalogue
-    open_groups: OpenGroups = lambda between: None
+    finish: Finish = lambda between: None

@@ -80,11 +80,11 @@ class LocalReplica(Replica):
         self._thread = system.threads.start("jlora-engine", self._loop)
         system.threads.start("jlora-watch", self._watch.run)
         rest = built.runner.left
-        self._opened = not rest
+        self._finished = not rest
         if rest:
             for left in rest:
                 self._compiler.submit(self._compile, left)
-            self._compiler.submit(self._open_groups)
+            self._compiler.submit(self._finish)
             # What they leave behind is loaded for good, too.
             self.warm().add_done_callback(lambda done: done.exception() or system.garbage.begin())
 
@@ -102,7 +102,7 @@ class LocalReplica(Replica):
 
     def warm(self) -> Future[bool]:
         """Done when every program is compiled. Requests need not wait for it; measurements should."""
-        return self._when(lambda: (self._opened and self._built.runner.programs_left == 0) or None)
+        return self._when(lambda: (self._finished and self._built.runner.programs_left == 0) or None)
 
     def _compile(self, left: Left) -> None:
         """Runs on the compiler's thread, beside the steps."""
@@ -115,15 +115,15 @@ class LocalReplica(Replica):
         else:
             self.between_steps(lambda: runner.admit(left))
 
-    def _open_groups(self) -> None:
+    def _finish(self) -> None:
         """All programs are there: steps need not wait for whole copies from now on."""
         try:
-            self._built.open_groups(lambda call: self.between_steps(call).result())
+            self._built.finish(lambda call: self.between_steps(call).result())
         except Unavailable as e:  # it stops
             log.info("steps wait for whole copies: %s", e)
         except BaseException:  # also SystemExit: the replica would never count as warm
             log.exception("steps go on waiting for whole copies")
-        self.between_steps(lambda: setattr(self, "_opened", True))
+        self.between_steps(lambda: setattr(self, "_finished", True))
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ import logging
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 
 from jlora.engine.batch import BatchBuilder, Launch, Lists
+from jlora.engine.built import Between
 from jlora.engine.runner import Runner
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
@@ -22,18 +24,25 @@ CONTEXT = 128  # tokens of each row's context
 ROUNDS = 7  # interleaved; the medians count
 
 
-def adapter_share(runner: Runner, layout: PoolLayout) -> float:
+def adapter_share(runner: Runner, layout: PoolLayout, between: Between) -> float:
     """The share of a decode step of the largest size that one adapter of all its rows costs, at least 0.
 
-    Only before the engine serves: it reads blocks of the pool that are not an adapter's.
+    Call it when every program is compiled. Each launch runs between two steps and touches no live block: it reads
+    whatever the blocks hold.
     """
-    adapted, bare = with_adapter(runner.builder, layout, RANK), without(runner.builder)
+
+    def seconds_of(launch: Launch) -> float:
+        jax.block_until_ready(runner.pool.array)  # what was dispatched before is not measured
+        began = time.perf_counter()
+        jax.block_until_ready(runner.forward(launch))
+        return time.perf_counter() - began
+
+    builder = runner.builder  # the engine's thread has it
+    adapted, bare = between(lambda: (with_adapter(builder, layout, RANK), without(builder)))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(ROUNDS + 1):  # in turns; the first is warm-up
         for launch, kind in ((adapted, True), (bare, False)):
-            began = time.perf_counter()
-            jax.block_until_ready(runner.forward(launch))
-            seconds[kind].append(time.perf_counter() - began)
+            seconds[kind].append(between(partial(seconds_of, launch)))
     one, other = (statistics.median(seconds[kind][1:]) for kind in (True, False))
     share = max(0.0, 1 - other / one)
     log.info("one adapter costs %.1f %% of a step: the most that merging can gain", 100 * share)

@@ -50,6 +50,11 @@ def test_replicas_that_add_in_another_order_are_named():
     other = replace(INFO, config=replace(INFO.config, engine=replace(INFO.config.engine, one_row="on")))
     assert not merged.rounding(INFO, INFO) and not merged.difference(INFO, other)
     assert merged.rounding(INFO, other) == "engine.one_row = 'on', not 'auto'"
+    two, kind = (replace(INFO, devices=devices) for devices in (("cpu 0", "cpu 1"), ("NVIDIA A100 0",)))
+    one = replace(INFO, devices=("cpu 7",))
+    assert not merged.rounding(replace(INFO, devices=("cpu 0",)), one)
+    assert merged.rounding(two, one) == "devices = 'cpu', not 'cpu, cpu'"
+    assert merged.rounding(kind, one) == "devices = 'cpu', not 'NVIDIA A100'"
 
 
 def test_the_caches_of_a_service_are_one_with_the_sums_of_all():

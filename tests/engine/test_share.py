@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ class _Timed:
     builder = None
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.pool = 0.0, SimpleNamespace(array=None)
 
     def forward(self, launch: Any) -> None:
         self.now += next(launch)
@@ -39,4 +40,4 @@ def test_the_share_is_what_steps_take_longer_with_an_adapter(
     monkeypatch.setattr(share, "with_adapter", lambda builder, layout, ranks: launches[0])
     monkeypatch.setattr(share, "without", lambda builder: launches[1])
     monkeypatch.setattr(share.time, "perf_counter", lambda: runner.now)
-    assert share.adapter_share(cast(Runner, runner), cast(Any, None)) == pytest.approx(found)
+    assert share.adapter_share(cast(Runner, runner), cast(Any, None), lambda call: call()) == pytest.approx(found)

@@ -10,8 +10,12 @@ from typing import Any
 import jax
 import pytest
 
+from jlora.engine import build, device
+from jlora.engine.built import Between
 from jlora.engine.merger import Merger
+from jlora.engine.runner import Runner
 from jlora.engine.switching import Switching
+from jlora.layout import PoolLayout
 from jlora.types import Request
 from tests import _make, port
 from tests.engine import _planted as planted
@@ -214,6 +218,24 @@ def test_auto_merges_where_adapters_are_told_to_cost_much_and_never_where_they_c
         for got in answers[1:]:
             for name, events in got.items():
                 assert tokens(events) == tokens(answers[0][name])
+
+
+def test_what_merging_can_gain_is_measured_when_the_last_program_is_there(
+    tiny_model: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU the program without adapters compiles while the server serves."""
+    measured, seen = build.adapter_share, []
+
+    def share(runner: Runner, layout: PoolLayout, between: Between) -> float:
+        seen.append(between(lambda: (runner.programs_left, runner.builder.compiled.bare)))
+        return measured(runner, layout, between) or 0.125  # it may be noise, and 0 is what stood there
+
+    monkeypatch.setattr(build, "adapter_share", share)
+    monkeypatch.setattr(device, "has_bare", lambda platform: True)
+    with running(tiny_model, tiny_adapters, engine__merge="auto") as service:
+        [(left, bare)] = seen
+        assert left == 0 and bare == service.parts.runner.builder.buckets.bare
+        assert of(service).policy.times.share > 0
 
 
 @pytest.mark.parametrize("where", ["begin", "measure"])
