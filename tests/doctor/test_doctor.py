@@ -275,6 +275,7 @@ def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch
         assert checks.timed(case, RATES)["ok"] is right
 
 
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
 @pytest.mark.parametrize("spec", [cases.TINY, cases.TINY64])
 def test_a_gpu_has_attention_for_heads_of_either_width(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
     client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
