@@ -73,6 +73,7 @@ PAGES: Mapping[str, Page] = {
     "cluster-placement-unpadded": Page("cluster-placement-*.jsonl"),
     "cluster-placement-sides": Page("cluster-placement-*.jsonl"),
     "cluster-real": Page("cluster-real-paced.jsonl"),
+    "cluster-load": Page("cluster-load-*.jsonl"),
     "cluster-table": Page("cluster-table-*.jsonl", _first(figures.services), "cluster-table.png"),
     "cluster-cells": Page("cluster-table-*.jsonl"),
     "caraserve": Page("caraserve-*.jsonl", _first(figures.caraserve), "caraserve.png"),

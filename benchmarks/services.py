@@ -98,6 +98,28 @@ def span(study: Study, side: str, cell: str, key: str = "attainment", replicas: 
     return " to ".join(ends) + " %" * (key == "attainment")
 
 
+def by_load(study: Study, cell: str, replicas: int) -> pd.DataFrame:
+    """What each policy attains, and its 99th percentile of TTFT, by the requests per second of a replica."""
+    made: dict[str, dict[str, str]] = {}
+    for row in study.rows.to_dict("records"):
+        if (row["cell"], row["replicas"]) == (cell, replicas):
+            line = made.setdefault(row["side"], {"policy": row["side"]})
+            line[f"{row['rate']:g}/s"] = f"{row['attainment']:.1%}, {row['ttft_p99_s']:.2f} s"
+    return pd.DataFrame(list(made.values()))
+
+
+def over_turns(study: Study, cell: str, key: str = "ttft_p99_s", side: str = "jlora") -> pd.DataFrame:
+    """A measure over round-robin's, by the number of replicas and requests per second of each."""
+    made: dict[int, dict[str, str]] = {}
+    rows = [row for row in study.rows.to_dict("records") if row["cell"] == cell]
+    of = {(row["replicas"], row["rate"], row["side"]): row for row in rows}
+    for (replicas, rate, name), row in of.items():
+        if name == side:
+            line = made.setdefault(replicas, {"replicas": f"{replicas}"})
+            line[f"{rate:g}/s"] = f"{row[key] / of[replicas, rate, 'round-robin'][key]:.2f}"
+    return pd.DataFrame(list(made.values())).fillna("")
+
+
 def reach(study: Study, side: str, share: float) -> str:
     """In how many cells a policy attains this share."""
     sides = [sides[side] for sides in _cells(study).values()]

@@ -21,7 +21,7 @@ from jlora.sim.kernels import Kernel
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, simulate_service
 
-A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
+A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"], projections=("q", "k", "v"))  # section 7.1
 RANKS = (8, 16, 32, 64)
 POPULARITY = 1.1  # exponent of Zipf's law: a long tail, as in the Azure Functions trace
 MOST = 1600  # tokens of the longest answer

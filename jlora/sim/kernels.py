@@ -17,7 +17,6 @@ from jlora.sim.hardware import Hardware, StepModel
 
 Kernel = Literal["own", "unpadded", "padded"]
 KERNELS: tuple[Kernel, ...] = ("own", "unpadded", "padded")
-PROJECTIONS = ("q", "k", "v")  # CaraServe, section 7.1
 
 
 class RankedKernel:
@@ -39,12 +38,12 @@ class RankedKernel:
 def costs_of(hardware: Hardware, step: StepModel, kernel: Kernel) -> RankCosts:
     """What a router may know of this hardware.
 
-    A rank costs the reading of its rows and columns on `PROJECTIONS`; the other lines are the step model's. The
-    product's own kernel counts as unpadded: it reads at most the sum of ranks.
+    A rank costs the reading of its rows and columns; the other lines are the step model's. The product's own kernel
+    counts as unpadded: it reads at most the sum of ranks.
     """
     spec, chip = hardware.spec, hardware.chip
     shapes = spec.projection_shapes
-    size = sum(sum(shapes[name]) for name in PROJECTIONS) * spec.layers * BYTES[spec.dtype]
+    size = sum(sum(shapes[name]) for name in hardware.projections) * spec.layers * BYTES[spec.dtype]
     rank_s = size / (hardware.chips * chip.hbm_bps * chip.memory)
     return RankCosts(
         step.fixed_s, step.weights_s, step.prompt_token_s, step.context_token_s, rank_s, kernel == "padded"

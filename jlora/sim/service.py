@@ -56,6 +56,7 @@ class Service:
             table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
         balance: moves requests between the replicas; None: they stay where they were sent.
         losses: replicas that are killed, in the order of their times.
+        warm_s: what was sent earlier is played and not counted.
     """
 
     replicas: int
@@ -73,6 +74,7 @@ class Service:
     balance: Balance | None = None
     losses: tuple[Loss, ...] = ()
     path_gbps: float = 0.0
+    warm_s: float = 0.0
 
     def fetch_s(self, size: int, held: bool) -> float:
         """Seconds of fetching so many bytes; `held`: another replica has them in memory."""
@@ -97,16 +99,17 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
     fleet = fleet_of(scenario, service, work, policy, route)
     block_bytes = scenario.hardware.layout.block_bytes
     new = inspect.state(fleet.members["r0"].manager, block_bytes)
-    fleet.history()
+    fleet.until(service.warm_s)
     members = list(fleet.members.values())
     before = {id(member): inspect.state(member.manager, block_bytes) for member in members}
+    fetched, worked = sum(m.fetched for m in members), {id(m): m.device.counts.busy_s for m in members}
     fleet.run()
     for member in fleet.members.values():
         inspect.check_integrity(member.manager)
     members = [*fleet.members.values(), *fleet.dead]
     caches = [outcome.cache(before.get(id(m), new), inspect.state(m.manager, block_bytes)) for m in members]
-    asks, end = fleet.counted, fleet.now
-    busy = [member.device.counts.busy_s / end for member in members]
+    asks, end = [ask for ask in fleet.counted if ask.turn.at >= service.warm_s], fleet.now - service.warm_s
+    busy = [(member.device.counts.busy_s - worked.get(id(member), 0.0)) / end for member in members]
     result = {
         "policy": policy,
         "route": f"{service.place}, {route}" if service.place and route != TABLE else service.place or route,
@@ -117,7 +120,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
         "service": told(asks, end, service)
         | {"missed": missed(asks, service)}
-        | stored(members, block_bytes)
+        | stored(members, block_bytes, fetched)
         | {"servers": servers(list(fleet.members.values()), asks)}
         | moved(fleet),
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
@@ -227,8 +230,12 @@ def per_token_s(ask: Ask) -> float:
     return (ask.first - ask.sent + ask.timing.tpot * (tokens - 1)) / max(tokens, 1)
 
 
-def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
-    """Adapters at the replicas at the end, the most that one has held at once, and the bytes fetched for them."""
+def stored(members: Sequence[Member], block_bytes: int, before: int) -> dict[str, Any]:
+    """Adapters at the replicas at the end, the most that one has held at once, and the bytes fetched for them.
+
+    Args:
+        before: blocks that were fetched before anything counted.
+    """
     held = [member.stored for member in members]
     received = Counter[str]()
     for member in members:  # one that was killed has a successor of its name
@@ -239,7 +246,7 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
         "adapters_mean": statistics.fmean(held),
         "adapters_peak": max(member.most for member in members),
         "bytes_peak": max(member.most_blocks for member in members) * block_bytes,
-        "bytes_fetched": sum(member.fetched for member in members) * block_bytes,
+        "bytes_fetched": (sum(member.fetched for member in members) - before) * block_bytes,
         "requests": sent,
         "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),
     }

@@ -434,6 +434,17 @@ def test_sides_that_are_asked_for_are_played_alone_and_a_page_joins_two_files(
     assert shown == [(kernel, side) for kernel in ("own", "unpadded") for side in ("dispatch", "rr")]
 
 
+def test_policies_are_played_by_load_on_measured_steps(tmp_path: Path):
+    lines = study(tmp_path, "cluster-load")
+    assert [(line["cell"], line["rate"], line["side"]) for line in lines] == [
+        ("Zipf", 4, "round-robin"),
+        ("Zipf", 4, "jlora"),
+    ]
+    assert all(line["unfinished"] == 0 and 0 < line["busy"] <= 1 for line in lines)
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    assert list(services.over_turns(read(path), "Zipf").columns) == ["replicas", "4/s"]
+
+
 @pytest.mark.slow
 def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     lines = study(tmp_path, "cluster-table")
@@ -442,7 +453,7 @@ def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     lines = [line for line in lines if line not in killed]
     assert {line["cell"] for line in lines} == set(KINDS) and len(KINDS) == 6
     assert {line["kernel"] for line in lines} == {"padded", "unpadded"}
-    assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
+    assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora", "dlora, all"}
     assert [line["side"] for line in killed] == ["jlora", "all three"]
     assert {line["lost"] for line in killed} == {1} and {line["lost"] for line in lines} == {0}
     (path,) = (tmp_path / "out").glob("*.jsonl")

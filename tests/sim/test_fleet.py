@@ -16,6 +16,7 @@ from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.routes import ROUTES
 from jlora.cluster.routing.simple import MostIdle, RoundRobin
 from jlora.cluster.view import View
+from jlora.model.spec import PROJECTIONS
 from jlora.sim.fleet import Fleet
 from jlora.sim.kernels import costs_of
 from jlora.sim.member import Member
@@ -116,6 +117,29 @@ def test_padded_kernels_cost_the_largest_rank_and_unpadded_ones_the_sum():
         result = simulate_service(Scenario(NPU), replace(own, kernel=kernel), work, "jlora", "round-robin")
         both.append(result["summary"]["tpot_s"])
     assert both[0] <= both[1]
+
+
+def test_a_rank_costs_the_projections_that_its_adapters_act_on():
+    step = NPU.step_model()
+    every, two = (costs_of(replace(NPU, projections=names), step, "unpadded") for names in (PROJECTIONS, ("q", "o")))
+    shapes = NPU.spec.projection_shapes
+    assert two.rank_s / every.rank_s == pytest.approx(
+        sum(sum(shapes[name]) for name in ("q", "o")) / sum(map(sum, shapes.values()))
+    )
+
+
+def test_what_is_sent_before_a_service_is_warm_is_played_and_not_counted():
+    work = Work.of(chats(60, 1, rate=20.0), RANKS, NPU)
+    service = Service(2, RANKS, fetch_gbps=0.05)
+    cold, warm = (
+        simulate_service(Scenario(NPU), replace(service, warm_s=warm_s), work, "jlora", "round-robin")
+        for warm_s in (0.0, 1.5)
+    )
+    late = sum(turn.at >= 1.5 for turn in work.trace.turns)
+    assert warm["summary"]["requests"] == late < cold["summary"]["requests"]
+    assert cold["requests"]["rows"][-late:] == warm["requests"]["rows"]
+    assert warm["service"]["bytes_fetched"] < cold["service"]["bytes_fetched"]
+    assert warm["device"]["seconds"] == pytest.approx(cold["device"]["seconds"] - 1.5)
 
 
 def test_every_policy_serves_all_from_the_command_line(tmp_path):
