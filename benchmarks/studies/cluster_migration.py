@@ -6,6 +6,7 @@ ShareGPT's means with a long tail, arrivals come in bursts, and adapters follow 
     rr               dLoRA's preload; requests go to the adapter's replicas in turn
     dispatch         the preload, and the least estimated pending time (dLoRA's "proactive dispatch")
     dlora            the same, and moves
+    dlora, online    the same, but the preload begins with equal demand, and follows the measured one every second
     jlora            jlora's routing; jlora, moves: the same with moves
     apart            each adapter on a replica of its own (the paper's vLLM with uniform allocation)
 
@@ -44,14 +45,16 @@ BATCH = 32  # sequences of a replica at once
 SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=BATCH, max_step_tokens=1024, max_queue=1 << 20))
 PROMPT, OUTPUT = 160, 210  # mean tokens
 POPULARITY = 0.9  # exponent of Zipf's law
-# Side -> (placement, route, whether requests move).
-SIDES: Mapping[str, tuple[Place, str, bool]] = {
-    "rr": ("dlora", TURNS, False),
-    "dispatch": ("dlora", "dlora", False),
-    "dlora": ("dlora", "dlora", True),
-    "jlora": ("", "jlora", False),
-    "jlora, moves": ("", "jlora", True),
-    "apart": ("contiguous", TABLE, False),
+KNOWN_S, LEARNS_S = 1e6, 1.0  # a time step of the placement: one for the whole run, by the trace's own demand
+# Side -> (placement, route, whether requests move, seconds of a time step).
+SIDES: Mapping[str, tuple[Place, str, bool, float]] = {
+    "rr": ("dlora", TURNS, False, KNOWN_S),
+    "dispatch": ("dlora", "dlora", False, KNOWN_S),
+    "dlora": ("dlora", "dlora", True, KNOWN_S),
+    "dlora, online": ("dlora", "dlora", True, LEARNS_S),
+    "jlora": ("", "jlora", False, KNOWN_S),
+    "jlora, moves": ("", "jlora", True, KNOWN_S),
+    "apart": ("contiguous", TABLE, False, KNOWN_S),
 }
 SHARED = tuple(side for side in SIDES if side != "apart")  # by more adapters than replicas
 
@@ -133,10 +136,10 @@ class Solver:
 
 def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any]:
     """One run; `solve_s` is the processor's time on this machine, which no result depends on."""
-    place, route, moves = SIDES[side]
+    place, route, moves, every_s = SIDES[side]
     service = Service(
-        case.replicas, (RANK,) * case.adapters, case.kernel, outputs=outputs, place=place, place_s=1e6,
-        balance=BALANCE if moves else None,
+        case.replicas, (RANK,) * case.adapters, case.kernel, outputs=outputs, place=place, place_s=every_s,
+        foreseen=every_s == KNOWN_S, balance=BALANCE if moves else None,
     )  # fmt: skip
     migration.milp = solver = Solver()
     try:

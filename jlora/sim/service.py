@@ -54,6 +54,7 @@ class Service:
         outputs: tokens of a mean answer, as the policies believe until the router has measured them.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
             table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
+        foreseen: dLoRA's preload begins with the trace's own demand; else with equal demand, and learns.
         balance: moves requests between the replicas; None: they stay where they were sent.
         losses: replicas that are killed, in the order of their times.
         warm_s: what was sent earlier is played and not counted.
@@ -71,6 +72,7 @@ class Service:
     place: Place = ""
     place_s: float = 60.0
     ahead: bool = True
+    foreseen: bool = True
     balance: Balance | None = None
     losses: tuple[Loss, ...] = ()
     path_gbps: float = 0.0
@@ -186,7 +188,8 @@ def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: Size
     prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
     context = round(work.facts.prompt[0] + output / 2)
     points = points_of(costs, service.ranks, service.slo_s, context, prompt / output)
-    loads = {adapter: count * work.facts.rate / work.facts.requests for adapter, count in work.trace.asked.items()}
+    asked = work.trace.asked.items() if service.foreseen else ()
+    loads = {adapter: count * work.facts.rate / work.facts.requests for adapter, count in asked}
     return Placed(rule, service.ranks, work.sizes, points, room.device, room.host, service.place_s, loads)
 
 
