@@ -13,7 +13,13 @@ from benchmarks.records import Study
 
 Row = Mapping[str, Any]
 KILLED = ", one killed"  # behind the name of a cell
-PLACED = ("loraserve", "loraserve, jlora", "all three")  # begin with the adapters of their first placement
+PLACED = (
+    "loraserve",
+    "loraserve, jlora",
+    "all three",
+    "dlora, all",
+)  # begin with the adapters of their first placement
+LONG = "long tail"  # adapters of every replica: 600, elsewhere 50
 # Measure -> (its title, its form, what the best one of several is).
 MEASURES: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
     "attainment": ("attained", "{:.1%}", max),
@@ -126,30 +132,47 @@ def reach(study: Study, side: str, share: float) -> str:
     return f"{sum(row['attainment'] >= share for row in sides)} of {len(sides)}"
 
 
+def waits_by_kind(study: Study, side: str) -> pd.DataFrame:
+    """The 99th percentile of TTFT over round-robin's by kind of traffic, for each kernel and number of replicas."""
+    made: dict[str, dict[str, str]] = {}
+    for (kernel, cell, replicas), sides in _cells(study).items():
+        line = made.setdefault(cell, {"traffic": cell})
+        ratio = sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"]
+        line[f"{replicas} replicas, {kernel}"] = f"{ratio:.2f}"
+    return pd.DataFrame(list(made.values())).fillna("")
+
+
 def by_policy(study: Study, kernel: str) -> pd.DataFrame:
-    """Each policy over all kinds of traffic, by the number of replicas."""
-    cells: dict[tuple[int, str], list[dict[str, Row]]] = {}
+    """Each policy over all kinds of traffic, by the number of replicas; "–" where it was not played."""
+    cells: dict[tuple[str, int], list[dict[str, Row]]] = {}
     for (_, _, replicas), sides in _cells(study, kernel=kernel).items():
         for side in sides:
-            cells.setdefault((replicas, side), []).append(sides)
+            cells.setdefault((side, replicas), []).append(sides)
+    sizes = sorted({replicas for _, replicas in cells})
     made = []
-    for (_, side), some in sorted(cells.items(), key=lambda item: item[0][0]):
-        rows = [sides[side] for sides in some]
-        ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in some]
-        made.append(
-            {
-                "policy": side,
-                "attained": f"{_mean(rows, 'attainment'):.1%}",
-                "least": f"{min(row['attainment'] for row in rows):.1%}",
-                "TTFT p99 / round-robin's": f"{statistics.geometric_mean(ratios):.2f}",
-                "goodput/s of a replica": f"{_each(rows, 'goodput'):.2f}",
-                "prompts cached": f"{_mean(rows, 'cached'):.0%}",
-                "GB fetched by a replica": f"{1e-9 * _each(rows, 'bytes_fetched'):.2f}",
-                "GB from its host": f"{1e-9 * _each(rows, 'bytes_in'):.2f}",
-                "adapters stored, most": f"{_mean(rows, 'adapters_most'):.0f}",
-            }
-        )
-    return pd.DataFrame(made).groupby("policy", sort=False).agg(" / ".join).reset_index()
+    for side in dict.fromkeys(side for side, _ in cells):
+        columns = [_means(cells.get((side, replicas), []), side) for replicas in sizes]
+        joined = {title: " / ".join(c.get(title, "–") for c in columns) for title in max(columns, key=len)}
+        made.append({"policy": side} | joined)
+    return pd.DataFrame(made)
+
+
+def _means(cells: Sequence[dict[str, Row]], side: str) -> dict[str, str]:
+    """Of one policy over some cells."""
+    if not cells:
+        return {}
+    rows = [sides[side] for sides in cells]
+    ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in cells]
+    return {
+        "attained": f"{_mean(rows, 'attainment'):.1%}",
+        "least": f"{min(row['attainment'] for row in rows):.1%}",
+        "TTFT p99 / round-robin's": f"{statistics.geometric_mean(ratios):.2f}",
+        "goodput/s of a replica": f"{_each(rows, 'goodput'):.2f}",
+        "prompts cached": f"{_mean(rows, 'cached'):.0%}",
+        "GB fetched by a replica": f"{1e-9 * _each(rows, 'bytes_fetched'):.2f}",
+        "GB from its host": f"{1e-9 * _each(rows, 'bytes_in'):.2f}",
+        "adapters stored, most": f"{_mean(rows, 'adapters_most'):.0f}",
+    }
 
 
 def killed(study: Study) -> pd.DataFrame:
@@ -184,15 +207,20 @@ def stored(study: Study, *routers: str) -> str:
 
 
 def growth(study: Study) -> pd.DataFrame:
-    """Milliseconds of a core for each request, over all kinds of traffic and both kernels."""
+    """Milliseconds of a core for each request over both kernels, by policy: in the long tail and elsewhere."""
     rows = [row for row in study.rows.to_dict("records") if not row["cell"].endswith(KILLED)]
     made = []
     for side in dict.fromkeys(row["side"] for row in rows):
         line = {"policy": side}
         for count in sorted({row["replicas"] for row in rows}):
-            mine = [row for row in rows if (row["side"], row["replicas"]) == (side, count)]
-            asked = sum(row["requests"] for row in mine)
-            line[f"{count} replicas"] = f"{1e3 * sum(row['cpu_s'] for row in mine) / asked:.1f}" if asked else ""
+            for long in (False, True):
+                mine = [
+                    row for row in rows
+                    if (row["side"], row["replicas"], row["cell"] == LONG) == (side, count, long)
+                ]  # fmt: skip
+                asked = sum(row["requests"] for row in mine)
+                title = f"{count} replicas" + f", {LONG}" * long
+                line[title] = f"{1e3 * sum(row['cpu_s'] for row in mine) / asked:.1f}" if asked else ""
         made.append(line)
     return pd.DataFrame(made)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +47,43 @@ class Plan:
     replicas: int
     rate: float
     seconds: float
+    routes: tuple[str, ...] = ROUTES
+    fleets: tuple[str, ...] = FLEETS
 
 
-FULL, QUICK = Plan(3, 4.0, 60.0), Plan(2, 2.0, 3.0)
+LIGHT, FULL = Plan(3, 4.0, 45.0), Plan(3, 9.0, 45.0, fleets=("local",))  # the second one's requests queue
+QUICK = Plan(2, 2.0, 3.0, ROUTES[-1:])
 
 
 def run(options: Options) -> None:
     """Measures each policy on a service of its own, and then predicts it."""
-    plan = QUICK if options.quick else FULL
-    plan = Plan(options.cluster or plan.replicas, plan.rate, options.seconds or plan.seconds)
-    settings = {"replicas": plan.replicas, "rate": plan.rate, "seconds": plan.seconds, "streams": STREAMS}
-    records = options.records("cluster-real-paced", settings)
+    plans = [
+        replace(plan, replicas=options.cluster or plan.replicas, seconds=options.seconds or plan.seconds)
+        for plan in ((QUICK,) if options.quick else (LIGHT, FULL))
+    ]
+    records = options.records("cluster-real-paced", {"streams": STREAMS})
     options.work.mkdir(parents=True, exist_ok=True)
-    path = options.work / "step-paced.json"
-    for route in ROUTES[-1:] if options.quick else ROUTES:
-        if records.has(cell=route):
-            continue
-        rows = dict[str, dict[str, Any]]()
-        for fleet in FLEETS:
-            steps_of(16).write(path)
-            with start(plan, route, fleet, path) as process:
-                server = asyncio.run(look(process.address))
-                steps_of(server.info.block_tokens).write(path)
-                trace = trace_of(plan, server)
-                rows[fleet] = asyncio.run(played(server, trace))
-        rows["predicted"] = predicted(plan, route, server, trace, FittedSteps.read(path))
-        for side, row in rows.items():
-            records.add(route, side, 0, row)
+    for plan in plans:
+        for route in plan.routes:
+            if not records.has(cell=route, rate=plan.rate):
+                for side, row in compared(plan, route, options.work / "step-paced.json").items():
+                    records.add(
+                        route, side, 0, {"replicas": plan.replicas, "rate": plan.rate, "seconds": plan.seconds, **row}
+                    )
+
+
+def compared(plan: Plan, route: str, path: Path) -> dict[str, dict[str, Any]]:
+    """What each fleet did and what the simulator predicts. `path`: of the file of step times, which it writes."""
+    rows = dict[str, dict[str, Any]]()
+    for fleet in plan.fleets:
+        steps_of(16).write(path)
+        with start(plan, route, fleet, path) as process:
+            server = asyncio.run(look(process.address))
+            steps_of(server.info.block_tokens).write(path)
+            trace = trace_of(plan, server)
+            rows[fleet] = asyncio.run(played(server, trace))
+    rows["predicted"] = predicted(plan, route, server, trace, FittedSteps.read(path))
+    return rows
 
 
 def steps_of(block_tokens: int) -> FittedSteps:
