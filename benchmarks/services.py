@@ -260,15 +260,15 @@ def every_side(study: Study) -> list[Row]:
     return [row for row in rows if row["cell"] in cells]
 
 
-def under_sla(study: Study, figure: str, kernel: str) -> pd.DataFrame:
-    """The highest rate played with which the 95th percentile of TTFT keeps to the SLA, by adapters and side."""
+def under_sla(study: Study, figure: str, kernel: str, by: str = "adapters") -> pd.DataFrame:
+    """The highest rate played with which the 95th percentile of TTFT keeps to the SLA, by adapters or servers."""
     rates: dict[Any, dict[str, float]] = {}
     for row in _of(study, figure, kernel):
-        best = rates.setdefault(row["adapters"], {})
+        best = rates.setdefault(row[by], {})
         met = row["ttft_p95_s"] <= SLA_S and not row["unfinished"]
         best[row["side"]] = max(best.get(row["side"], 0.0), row["rate"] if met else 0.0)
     return pd.DataFrame(
-        [{"adapters": f"{count}"} | {side: f"{rate:g}" for side, rate in best.items()} for count, best in rates.items()]
+        [{by: f"{count}"} | {side: f"{rate:g}" for side, rate in best.items()} for count, best in rates.items()]
     ).fillna("")
 
 

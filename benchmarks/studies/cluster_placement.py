@@ -105,7 +105,11 @@ PUBLIC = tuple(
     for skew in ("uniform", "shifting", "exponential")
     for rate in (24.0, 32.0, 40.0)
 )
-SCALE = tuple(Case("21", "uniform", 10.0 * n, servers=n, adapters=25 * n // 4, seconds=20.0) for n in (4, 8, 12))
+SCALE = tuple(
+    Case("21", "uniform", rate * n, servers=n, adapters=25 * n // 4, seconds=20.0)
+    for n in (4, 8, 12)
+    for rate in (10.0, 15.0, 17.5)
+)
 SKEWS = tuple(Case("22", power, 36.0, adapters=100) for power in ("1/3", "1", "2", "3"))
 MIDDLE = tuple(case for case in PUBLIC if case.rate == 32.0 and not case.even)
 LONG = Case("19, longer", "shifting", 40.0, seconds=120.0, step_s=8.0)
