@@ -66,6 +66,7 @@ class AdaptersConfig:
     request needs them, at most `readers` at once. `registry` is a SQLite file that remembers them; "" keeps
     nothing beyond the process.
 
+    `target_modules`: "attention" refuses adapters of gate, up and down, so that steps have no products for them.
     `roots`: adapters are read from these directories and nowhere else; none: from every directory.
     `alora_missing` decides about a prompt that does not invoke its activated LoRA: "error" refuses it,
     "base" lets the base answer.
@@ -78,6 +79,7 @@ class AdaptersConfig:
     lazy: bool = False
     readers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_rank: Positive = 256
+    target_modules: Annotated[str, _one_of("all", "attention")] = "all"
     alora_missing: Annotated[str, _one_of("error", "base")] = "error"
 
 

@@ -64,7 +64,7 @@ def shared_programs() -> Iterator[None]:
     ):
         if ops not in (XLA, CPU):  # kernels
             return build(spec, layout, mesh, stacked, ops, making)
-        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops, making.host_waits
+        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops, making.host_waits, making.adapted
         return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, making))
 
     with pytest.MonkeyPatch.context() as patch:

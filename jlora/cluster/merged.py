@@ -33,6 +33,7 @@ CACHE_COUNTERS = tuple(
 def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
     """In what two replicas differ that must be equal; "" if in nothing."""
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in SAME}
+    pairs["target_modules"] = one.config.adapters.target_modules, other.config.adapters.target_modules
     pairs["vocab"] = one.limits.vocab, other.limits.vocab
     if one.base and other.base:
         pairs["weights"] = one.base[:12], other.base[:12]

@@ -25,7 +25,7 @@ from jlora.cache.pool import HostPool, as_shortage
 from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
-from jlora.config import Config, EngineConfig, replace
+from jlora.config import AdaptersConfig, Config, EngineConfig, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
@@ -100,7 +100,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     for difference in compile_cache.differences(kept, compiled_for(info, spec, layout)):
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
-    reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
+    reader = _reader(config.adapters, spec, layout, base_names, system)
     steps = fitted_steps(config, spec, layout)
     catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
     failed.callback(catalogue.close)
@@ -147,6 +147,14 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     if runner.left:
         log.info("%d parts of further programs compile while it serves", len(runner.left))
     return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, finish)
+
+
+def _reader(
+    adapters: AdaptersConfig, spec: ModelSpec, layout: PoolLayout, base_names: tuple[str, ...], system: System
+) -> Reader:
+    """Reads the adapters that this engine serves."""
+    rank, targets = adapters.max_rank, adapters.target_modules
+    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:
@@ -311,6 +319,7 @@ def compiled_for(info: ReplicaInfo, spec: ModelSpec, layout: PoolLayout) -> dict
         "blocks": layout.blocks - 1,
         "block_tokens": layout.block_tokens,
         "max_rank": info.config.adapters.max_rank,
+        "target_modules": info.config.adapters.target_modules,
         **{f"engine.{name}": getattr(engine, name) for name in decides},
         "merges": engine.merge != "off",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),

@@ -23,7 +23,7 @@ from jlora.engine.runner import Runner
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding, step
 from jlora.model.llama import Params
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import TARGETS, ModelSpec
 from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
 from jlora.pallas.gpu_support import Gpu, attention_refusal, fit_units, refusal_of
@@ -61,9 +61,10 @@ def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Pr
     launches = tuple(builder.buckets.shapes)
     ops = choose_ops(config, spec, layout, launches).ops
     stacked = uses_scan(config.engine.layers, platform)
-    facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, launches), config.engine.kernels
+    adapted, site = TARGETS[config.adapters.target_modules], _site(config, spec, layout, launches)
+    facts = replace(spec, name=""), mesh.shape, stacked, site, config.engine.kernels, adapted
     kept = jax.config.jax_compilation_cache_dir
-    making = step.Making(host_waits=has_bare(platform))
+    making = step.Making(host_waits=has_bare(platform), adapted=adapted)
     making = making._replace(wrap=Traced(Path(kept), *facts)) if kept else making
     programs = step.build(spec, layout, mesh, stacked, ops, making)
     replicated = NamedSharding(mesh, sharding.REPLICATED)

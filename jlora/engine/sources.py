@@ -27,7 +27,7 @@ from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import TARGETS, ModelSpec
 from jlora.ports import Clock, Files, Stamp
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Reader:
 
     Attributes:
         base_names: what an adapter may call this base.
+        targets: `adapters.target_modules`.
     """
 
     spec: ModelSpec
@@ -47,12 +48,13 @@ class Reader:
     base_names: tuple[str, ...]
     files: Files
     clock: Clock
+    targets: str = "all"
 
     @property
     def fits(self) -> str:
         """Equal for two readers that accept the same adapters and pack them alike."""
         layout = replaced(self.layout, blocks=0)
-        return hashlib.sha256(repr((FORMAT, self.spec, layout, self.max_rank)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((FORMAT, self.spec, layout, self.max_rank, self.targets)).encode()).hexdigest()[:16]
 
     def check(self, name: str) -> None:
         """Raises InvalidArgument if it is no name for an adapter."""
@@ -60,8 +62,17 @@ class Reader:
             raise InvalidArgument(f"name = {name!r}: is the base model's own name")
 
     def check_ranks(self, name: str, ranks: Iterable[tuple[str, int]]) -> None:
-        """Raises ResourceExhausted if the pool can never hold it: block 0 is unused, and one is for KV."""
-        size = blocks_of(largest_ranks(ranks), self.layout)
+        """Raises InvalidArgument for a projection that is not served.
+
+        Raises ResourceExhausted if the pool can never hold it: block 0 is unused, and one is for KV.
+        """
+        sizes, targets = largest_ranks(ranks), self.targets
+        if others := sorted(sizes.keys() - set(TARGETS[targets])):
+            raise InvalidArgument(
+                f"adapter {name}: target_modules has {', '.join(others)}: must be of {', '.join(TARGETS[targets])} "
+                f"(adapters.target_modules = {targets})"
+            )
+        size = blocks_of(sizes, self.layout)
         check_size(name, size, self.layout.blocks - 2, self.layout.blocks - 1)
 
     def stamp(self, path: str) -> Stamp | None:

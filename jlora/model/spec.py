@@ -13,6 +13,9 @@ SITES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 # Projections whose input is sharded under tensor parallelism, and whose output is summed.
 ROW_PARALLEL = ("o", "down")
 
+# What adapters of a server may act on (`adapters.target_modules`).
+TARGETS = {"all": PROJECTIONS, "attention": ("q", "k", "v", "o")}
+
 
 def sites_of(projections: Collection[str]) -> list[tuple[str, ...]]:
     """The sites at which an adapter on these projections acts."""

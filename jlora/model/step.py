@@ -171,10 +171,12 @@ class Making(NamedTuple):
     Attributes:
         wrap: wraps a named function whose arguments are arrays, before it is jitted; see `Traced`.
         host_waits: at every branch of a program, as a GPU's does.
+        adapted: projections that an adapter may act on.
     """
 
     wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] = _as_it_is
     host_waits: bool = False
+    adapted: tuple[str, ...] = PROJECTIONS
 
 
 PLAIN = Making()
@@ -217,7 +219,7 @@ def build(
             making.wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings, compiler_options=options
         )
 
-    place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
+    place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops, making.adapted)
 
     def drawing(draw: Callable) -> Wrapped:
         return on_mesh(partial(draw, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2)
@@ -249,6 +251,7 @@ class _Place(NamedTuple):
     layout: PoolLayout
     shard: Shard
     ops: Ops
+    adapted: tuple[str, ...]
 
     def fields(self, batch: Batch) -> Fields:
         return batch.fields(self.layout.block_tokens)
@@ -290,7 +293,7 @@ def _attending(place: _Place, pool: jax.Array, batch: Batch) -> tuple[jax.Array,
 
 def _joints(place: _Place, pool_rows: int, b: Fields) -> Joints:
     """Attention over the launch's pages, and adapters from its active blocks."""
-    layout, shard, ops = place
+    layout, shard, ops, adapted = place
     rows, chunk = b.tokens.shape
     inside = (b.write_rows >= 0) & (b.write_rows < layout.blocks)
     outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct, because write_kv needs unique rows
@@ -306,6 +309,8 @@ def _joints(place: _Place, pool_rows: int, b: Fields) -> Joints:
         return pool, out.reshape(rows * chunk, *q.shape[1:])
 
     def adapt(pool, layer, x, products):
+        if set(adapted).isdisjoint(products):
+            return products
         at = {name: PROJECTIONS.index(name) for name in products}
         active = {name: ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for name, i in at.items()}
         projections = [Adapted(y, active[name], layout.units[name]) for name, y in products.items()]

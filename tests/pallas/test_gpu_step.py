@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jlora.engine.batch import BatchBuilder
 from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.model.sampling import empty_slots
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import TARGETS, ModelSpec
 from jlora.pallas.cases import LLAMA2_7B, LLAMA3_8B
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.gpu_ops import runtime_refusal
@@ -97,6 +98,15 @@ def test_a_decode_step_without_adapters_launches_attention_only(record_property:
     record_property("compiled", program.row("llama3-8b step without adapters, 2 layers, 64x1", "H200", 1))
     assert kernels(program) == 2 and "lora_shrink" not in program.text
     assert program.alias >= 8 * GIB - PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes
+
+
+def test_a_server_of_attention_adapters_launches_nothing_for_the_others(
+    record_property: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(step, "Making", partial(step.Making, adapted=TARGETS["attention"]))
+    program = compiled_step(replace(LLAMA3_8B, layers=2), 8, DECODE)
+    record_property("compiled", program.row("llama3-8b step, attention's adapters, 2 layers, 64x1", "H200", 1))
+    assert kernels(program) == 2 * (1 + 3 * 2)
 
 
 def test_the_lists_of_adapters_are_made_once_for_all_layers():
