@@ -37,7 +37,20 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
 
 
 # Flags that mean nothing without a router, with their defaults.
-ROUTED: Mapping[str, object] = {"route": None, "place": "", "migrate": False, "late": False}
+ROUTED: Mapping[str, object] = {
+    "route": None,
+    "kernel": "own",
+    "slo_ms": 0.0,
+    "delay_ms": 0.5,
+    "fetch_gbps": 0.0,
+    "path_gbps": 0.0,
+    "place": "",
+    "place_s": 60.0,
+    "late": False,
+    "migrate": False,
+    "migrate_s": 1.0,
+}
+MOVING = ("loraserve", "dlora")  # placements that follow the demand
 
 
 def add_flags(many: argparse._ActionsContainer) -> None:
@@ -45,26 +58,25 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
     routes = f"{', '.join(ROUTES)}; table, turns: with --place; {LORASERVE}: table with its own placement"
     many.add_argument("--route", nargs="+", metavar="NAME", help=routes)
-    many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
-    many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
-    many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
-    many.add_argument("--fetch-gbps", type=float, default=0.0, help="between hosts (default: every host has all)")
-    many.add_argument("--path-gbps", type=float, default=0.0, help="to those in no other host's memory (default: same)")
-    many.add_argument(
-        "--place", choices=KINDS, default="", help="place adapters; requests follow its table unless --route"
-    )
-    many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
+    many.add_argument("--kernel", choices=KERNELS, help="how ranks cost time (default: own)")
+    many.add_argument("--slo-ms", type=float, help="objective: per output token of a whole answer")
+    many.add_argument("--delay-ms", type=float, help="of a message, each way (default: 0.5)")
+    many.add_argument("--fetch-gbps", type=float, help="between hosts (default: every host has all)")
+    many.add_argument("--path-gbps", type=float, help="to those in no other host's memory (default: same)")
+    many.add_argument("--place", choices=KINDS, help="place adapters; requests follow its table unless --route")
+    many.add_argument("--place-s", type=float, help="a time step of the placement (default: 60)")
     many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
     many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
     many.add_argument("--fail", nargs="+", default=[], metavar="T:REPLICA[:DOWN_S]", help="kill replicas: 30:r1:10")
-    many.add_argument("--migrate-s", type=float, default=1.0, help="between two plans of moves (default: 1)")
+    many.add_argument("--migrate-s", type=float, help="between two plans of moves (default: 1)")
+    many.set_defaults(**ROUTED)
 
 
 def check_alone(args: argparse.Namespace) -> None:
     """Raises ConfigError for what only a router does, if there is none."""
     for name, default in ROUTED.items():
         if args.replicas == 1 and getattr(args, name) != default:
-            raise ConfigError(f"--{name}: needs a router: set --replicas to 2 or more")
+            raise ConfigError(f"--{name.replace('_', '-')}: needs a router: set --replicas to 2 or more")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -85,11 +97,21 @@ def check(args: argparse.Namespace) -> None:
         check_route(route)
         if route in TABLES and not args.place:
             raise ConfigError(f"--route {route}: needs a placement (--place)")
+    check_unused(args)
     if args.fail and args.replicas == 1:
         raise ConfigError("--fail: needs --replicas: nothing goes on without a second one")
     losses.parse(args.fail, args.replicas)
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
+
+
+def check_unused(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag of the placement or of the balance that no run would heed."""
+    moves, placement = args.place in MOVING or LORASERVE in args.route, f"--place {' or '.join(MOVING)}"
+    needs = {"place_s": (moves, placement), "late": (moves, placement), "migrate_s": (args.migrate, "--migrate")}
+    for name, (used, flag) in needs.items():
+        if not used and getattr(args, name) != ROUTED[name]:
+            raise ConfigError(f"--{name.replace('_', '-')}: means nothing without {flag}")
 
 
 def played(args: argparse.Namespace, ranks: Sequence[int], route: str) -> tuple[Service, str]:

@@ -76,6 +76,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0: a plan needs an objective")
     if not 0 < args.attain <= 1:
         raise ConfigError(f"--attain {args.attain:g}: must be more than 0 and at most 1")
+    if args.hint_s:
+        raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0: a plan's clients send no hints")
     if args.fail:
         raise ConfigError("--fail: a plan is of replicas that nothing happens to; jlora sim plays losses")
     if args.most < 1:
@@ -84,6 +86,7 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("a plan takes one --route and one --policy")
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: {args.json.parent} is no directory")
+    many.check(numbered(args, 1))
 
 
 def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
@@ -125,11 +128,15 @@ def played(
     args: argparse.Namespace, scenario: Scenario, work: Work, ranks: Sequence[int], count: int
 ) -> dict[str, Any]:
     """One simulation of so many replicas. Raises ConfigError."""
-    route, policy = (args.route or [TABLE if args.place else "jlora"])[0], (args.policy or ["jlora"])[0]
-    args = argparse.Namespace(**{**vars(args), "replicas": count, "route": [route]})
-    many.check(args)
-    service, route = many.played(args, ranks, route)
-    return simulate_service(scenario, service, work, policy, route)
+    args = numbered(args, count)
+    service, route = many.played(args, ranks, args.route[0])
+    return simulate_service(scenario, service, work, (args.policy or ["jlora"])[0], route)
+
+
+def numbered(args: argparse.Namespace, count: int) -> argparse.Namespace:
+    """The flags with a number of replicas and a route. One replica is a service too, so every flag of many holds."""
+    route = args.route or [TABLE if args.place else "jlora"]
+    return argparse.Namespace(**{**vars(args), "replicas": count, "route": route})
 
 
 def least(attained: Try, share: float, most: int, stuck: Stuck = lambda fewer, more: False) -> int:

@@ -75,6 +75,13 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
         (["--place", "loraserve"], "--place: needs a router"),
         (["--route", "jlora"], "--route: needs a router"),
         (["--late"], "--late: needs a router"),
+        (["--kernel", "padded"], "--kernel: needs a router"),
+        (["--slo-ms", "40"], "--slo-ms: needs a router"),
+        (["--delay-ms", "0"], "--delay-ms: needs a router"),
+        (["--fetch-gbps", "10"], "--fetch-gbps: needs a router"),
+        (["--path-gbps", "10"], "--path-gbps: needs a router"),
+        (["--place-s", "5"], "--place-s: needs a router"),
+        (["--migrate-s", "5"], "--migrate-s: needs a router"),
         (["--users", "4", "--policy", "clairvoyant"], "--policy clairvoyant: needs the times of an open loop"),
     ],
 )
@@ -83,6 +90,11 @@ def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsy
     out, error = capsys.readouterr()
     assert message in error and error.startswith("jlora sim: ") and error.count("\n") == 1
     assert "--policy" not in flags or out == ""  # known before a trace is drawn
+
+
+def test_one_replica_takes_the_defaults_of_many():
+    defaults = ["--kernel", "own", "--slo-ms", "0", "--delay-ms", "0.5", "--fetch-gbps", "0", "--path-gbps", "0"]
+    assert main([*SHORT, "--policy", "jlora", *defaults, "--place-s", "60", "--migrate-s", "1"]) == 0
 
 
 @pytest.mark.parametrize(

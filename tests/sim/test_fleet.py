@@ -191,8 +191,27 @@ def test_one_seed_replays_byte_for_byte_in_another_process(flags: list[str], str
         (["--replicas", "2", "--delay-ms", "nan"], "--delay-ms nan: must be at least 0"),
         (["--replicas", "2", "--delay-ms", "-1"], "--delay-ms -1: must be at least 0"),
         (["--replicas", "2", "--hint-s", "1"], "--hint-s 1: must be 0"),
+        (["--replicas", "2", "--late"], "--late: means nothing without --place loraserve or dlora"),
+        (["--replicas", "2", "--late", "--place", "random"], "--late: means nothing without --place"),
+        (["--replicas", "2", "--place-s", "5", "--route", "jlora"], "--place-s: means nothing without --place"),
+        (["--replicas", "2", "--place-s", "5", "--place", "contiguous"], "--place-s: means nothing without --place"),
+        (["--replicas", "2", "--migrate-s", "5"], "--migrate-s: means nothing without --migrate"),
     ],
 )
 def test_wrong_flags_are_named(flags, said, capsys):
     assert cli.main(["sim", "--seconds", "5", *flags]) != 0
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--place", "dlora", "--place-s", "5", "--late"],
+        ["--route", "loraserve", "--place-s", "5", "--late"],
+        ["--migrate", "--migrate-s", "5"],
+        ["--place-s", "60", "--migrate-s", "1"],
+    ],
+)
+def test_flags_that_mean_something_and_defaults_are_taken(flags: list[str]):
+    argv = ["sim", "--workload", "W2", "--seconds", "2", "--rate", "4", "--adapters", "4", "--shrink", "8"]
+    assert cli.main([*argv, "--replicas", "2", *flags]) == 0

@@ -63,6 +63,10 @@ def test_a_plan_of_two_chips_prints_what_it_tried(trace: str, tmp_path: Path, ca
         ),
         (["--on", "a10", "--slo-ms", "40", "--most", "0"], "--most 0: must be at least 1"),
         (["--on", "a10", "--slo-ms", "40", "--route", "jlora", "random"], "one --route"),
+        (["--on", "a10", "--slo-ms", "40", "--hint-s", "1"], "--hint-s 1: must be 0"),
+        (["--on", "a10", "--slo-ms", "40", "--late"], "--late: means nothing without --place"),
+        (["--on", "a10", "--slo-ms", "40", "--place-s", "5"], "--place-s: means nothing without --place"),
+        (["--on", "a10", "--slo-ms", "1", "--migrate-s", "5"], "--migrate-s: means nothing without --migrate"),
     ],
 )
 def test_wrong_flags_are_named(trace: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -122,3 +126,13 @@ def test_one_replica_may_be_enough(trace: str, tmp_path: Path):
     assert cli.main(["plan", "--trace", trace, "--slo-ms", "5000", "--on", "h100", "--json", str(out)]) == 0
     (plan,) = json.loads(out.read_text())["plans"]
     assert plan["replicas"] == 1 and len(plan["tried"]) == 1
+
+
+def test_one_replica_heeds_the_flags_of_many(trace: str, tmp_path: Path):
+    out, argv = tmp_path / "plan.json", ["plan", "--trace", trace, "--slo-ms", "5000", "--on", "h100", "--most", "1"]
+    found = []
+    for flags in ([], ["--delay-ms", "200"], ["--kernel", "padded"], ["--fetch-gbps", "0.1"], ["--path-gbps", "0.1"]):
+        assert cli.main([*argv, *flags, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text())["plans"][0]["tried"][0])
+    times = [(one["ttft_s"], one["tpot_s"]) for one in found]
+    assert len(set(times[:4])) == 4 and times[3] == times[4], "the only host has nobody to fetch from but the path"
