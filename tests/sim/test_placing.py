@@ -77,27 +77,18 @@ def test_the_baselines_never_move_anything(kind: Kind):
 
 
 def test_a_placement_stores_less_than_every_adapter_everywhere(tmp_path):
-    out = tmp_path / "out.json"
-    argv = [
-        "sim",
-        "--workload",
-        "W2",
-        "--seconds",
-        "4",
-        "--rate",
-        "6",
-        "--adapters",
-        "12",
-        "--shrink",
-        "8",
-        "--replicas",
-    ]
-    argv += ["4", "--hbm-gb", "2", "--host-gb", "4", "--fetch-gbps", "10", "--place", "loraserve", "--place-s", "2"]
-    assert cli.main([*argv, "--json", str(out)]) == 0
-    (run,) = json.loads(out.read_text())["runs"]
-    assert run["route"] == "loraserve" and run["summary"]["unfinished"] == 0
-    told = run["service"]
-    assert 3 <= told["adapters_most"] <= told["adapters_peak"] <= 12
+    out, told = tmp_path / "out.json", []
+    argv = ["sim", "--workload", "W2", "--seconds", "10", "--rate", "20", "--adapters", "12", "--shrink", "8"]
+    argv += ["--replicas", "4", "--hbm-gb", "2", "--host-gb", "4", "--fetch-gbps", "10", "--json", str(out)]
+    for flags in (["--place", "loraserve", "--place-s", "2"], ["--route", "random"]):
+        assert cli.main([*argv, *flags]) == 0
+        (run,) = json.loads(out.read_text())["runs"]
+        assert run["route"] == flags[1] and run["summary"]["unfinished"] == 0
+        told.append(run["service"])
+    placed, spread = told
+    assert spread["adapters_most"] == 12  # random requests bring every adapter to a replica
+    assert 3 <= placed["adapters_mean"] < 0.6 * spread["adapters_mean"] and placed["adapters_peak"] < 12
+    assert placed["bytes_fetched"] < 0.8 * spread["bytes_fetched"]
 
 
 def test_the_most_that_a_server_holds_at_once_is_told_also_when_it_has_dropped_it():
