@@ -84,9 +84,12 @@ class Buckets:
 
     @property
     def largest(self) -> Buckets:
-        """The fewest that serve every launch. A scored chunk needs a small one: its logits take memory."""
+        """The fewest that serve every launch. A scored chunk needs a small one: its logits take memory.
+
+        With the largest bare one: else a request without an adapter pays for adapters while the others compile.
+        """
         scored = _fitting(self.prefill, min(-(-SCORED_CHUNK // ROW), self.prefill[-1]))
-        return Buckets(self.decode[-1:], tuple(sorted({scored, self.prefill[-1]})))
+        return Buckets(self.decode[-1:], tuple(sorted({scored, self.prefill[-1]})), self.bare[-1:])
 
     def forms(self) -> list[Form]:
         """Small ones first: they serve one client."""

@@ -196,7 +196,7 @@ class Runner:
             compiled.result()
             with self._watched([blanks[form]]):
                 self._dispatch(blanks[form], _Copies(), _Arrivals(None))
-            yield f"{form.rows}x{form.chunk}"
+            yield f"{form.rows}x{form.chunk}{' bare' * form.bare}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
 

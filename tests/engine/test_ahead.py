@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from jlora import config
+from jlora.engine import device
+from jlora.engine.batch import Form, Launch
+from jlora.engine.plan import StepPlan
 from jlora.ports import OsThreads, PythonGarbage, System
 from jlora.types import Request, SamplingParams
 from tests import _make, port
@@ -142,3 +145,27 @@ def test_a_replica_whose_groups_do_not_open_is_warm(served: Served, monkeypatch,
     compiler.run(len(compiler.calls))
     assert replica.local.warm().result(60) and not port.streams(replica.manager)
     assert "ZeroDivisionError" in caplog.text and len(answers(replica, "x")) == 12
+
+
+def test_a_request_of_the_base_runs_without_adapters_from_the_first_step_where_such_programs_are(
+    own_programs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU, where the others compile for minutes."""
+    monkeypatch.setattr(device, "has_bare", lambda platform: True)
+    settings = {**BASE, "model.path": str(tiny_model)}
+    replica = Running(config.load(None, settings), System(threads=HeldThreads()), warm=False)
+    decoded: list[Form] = []
+    builder = replica.parts.runner.builder
+    launches = builder.launches
+
+    def noted(plan: StepPlan) -> list[Launch]:
+        made = launches(plan)
+        decoded.extend(launch.form for launch in made if launch.form.chunk == 1)
+        return made
+
+    monkeypatch.setattr(builder, "launches", noted)
+    try:
+        assert len(tokens(serve(replica, [Request("x", (3, 4, 5), GREEDY)])["x"])) == GREEDY.max_tokens
+        assert set(decoded) == {Form(4, 1, bare=True)} and replica.stats().compiles_after_warmup == 0
+    finally:
+        replica.stop()

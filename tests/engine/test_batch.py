@@ -12,7 +12,7 @@ import pytest
 from jlora.cache.lease import Lease
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.batch import SETS, BatchBuilder, Buckets, Launch, Lists
+from jlora.engine.batch import SETS, BatchBuilder, Buckets, Form, Launch, Lists
 from jlora.engine.plan import ROW, Sequence, StepPlan, Work
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
@@ -110,6 +110,14 @@ def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_o
     builder.compiled = replace(builder.buckets, bare=(2,), decode=(24,))  # larger ones still compile
     (launch,) = builder.launches(StepPlan(tuple(base), (), ()))
     assert launch.form == (24, 1, False) and launch.batch.lists.shape[1] == 100
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_the_first_programs_serve_every_launch_and_one_without_adapters_as_such(bare: bool):
+    buckets = Buckets.of(EngineConfig(max_seqs=24, max_step_tokens=512), bare)
+    decode = [Form(24, 1), Form(24, 1, bare=True)][: 1 + bare]
+    assert [form for form in buckets.largest.forms() if form.chunk == 1] == decode
+    assert set(buckets.largest.forms()) <= set(buckets.forms())
 
 
 def running(slot: int, blocks: tuple[int, ...], node: AdapterNode = BASE) -> Work:
