@@ -109,6 +109,16 @@ def test_a_server_of_attention_adapters_launches_nothing_for_the_others(
     assert kernels(program) == 2 * (1 + 3 * 2)
 
 
+@pytest.mark.parametrize(
+    "shape", [DECODE, pytest.param(PROMPTS, marks=pytest.mark.aot_more)], ids=["decode", "prompts"]
+)
+def test_a_pool_that_fills_the_memory_costs_no_more_launches(shape: tuple[int, int]):
+    """XLA counts it several times, and would compute arrays again to make room."""
+    small, large = (compiled_step(replace(LLAMA3_8B, layers=2), gib, shape) for gib in (8, 100))
+    assert ".remat" not in large.text
+    assert large.text.count(" fusion(") == small.text.count(" fusion(") > 0
+
+
 def test_the_lists_of_adapters_are_made_once_for_all_layers():
     """What a layer launches of them costs a step of 32 layers more than the kernels that read them."""
     made = []
@@ -135,8 +145,8 @@ def test_programs_of_whole_steps_run_without_graphs_and_plain_rows_without_branc
     monkeypatch.setattr(jax, "jit", noted)
     programs = step.build(LLAMA3_8B, layout, mesh, False, making=step.Making(host_waits=True))
     monkeypatch.undo()
-    assert options[programs.forward] == options[programs.layers] == step.UNGRAPHED
-    assert options[programs.sample] is None and programs.greedy is not None and programs.drawn is not None
+    assert options[programs.forward] == options[programs.layers] == step.KEEPING | step.UNGRAPHED
+    assert options[programs.sample] == step.KEEPING and programs.greedy is not None and programs.drawn is not None
     assert step.build(LLAMA3_8B, layout, mesh, False).greedy is None
 
 
