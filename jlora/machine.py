@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of control grou
 UNLIMITED = 1 << 60  # bytes: version 1 has a number for no limit
 PACKAGES = ("jlora", "jax", "jaxlib", "flax", "numpy", "grpcio")
 PLUGINS = tuple(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt"))  # where installed
+
+# Of a GPU's memory that jax takes, by its new name and by the old one: jax refuses both together.
+GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+GPU_SHARE = "0.92"  # jax's own default leaves a quarter unused
 
 
 def describe() -> dict[str, Any]:
@@ -109,6 +114,14 @@ def processor() -> str:
 def python_path() -> str:
     """PYTHONPATH for a child process, so that it runs this copy of jlora."""
     return os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+
+
+def gpu_share(environment: Mapping[str, str]) -> dict[str, str]:
+    """What jax must find in the environment, when it first looks for devices, to take most of a GPU's memory.
+
+    Nothing if the environment says how much. Only a GPU's plugin reads it.
+    """
+    return {} if any(map(environment.get, GPU_SHARES)) else {GPU_SHARES[0]: GPU_SHARE}
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -83,3 +83,9 @@ def test_what_is_available_is_the_least_of_machine_and_container(monkeypatch: py
     monkeypatch.setattr(machine, "container_bytes", lambda: [MIB, whole * 2])
     assert machine.available_bytes() == MIB
     assert machine.spare_bytes() <= MIB
+
+
+def test_jax_takes_most_of_a_gpu_unless_the_environment_says_how_much():
+    assert machine.gpu_share({"XLA_CLIENT_MEM_FRACTION": ""}) == {"XLA_CLIENT_MEM_FRACTION": "0.92"}
+    for name in machine.GPU_SHARES:  # jax refuses both together
+        assert machine.gpu_share({name: "0.5"}) == {}

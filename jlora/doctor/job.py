@@ -47,8 +47,8 @@ ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of case
 POLL_S = 0.2  # seconds between two looks at a part
 COMPILE_S = 270.0  # without a line for so long a compiler hangs; `World.compile` gives it up before
 GRACE_S = 20.0  # for a part to end what it began in time
-# jax reads these when a part starts. Every program goes to the cache, where `World.compile` leaves them for the runner.
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+# jax reads this when a part starts. Every program goes to the cache, where `World.compile` leaves them for the runner.
+ENVIRONMENT = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Job:
         rates = msgspec.convert(self.found.get("rates"), Rates | None)
         kernels = section.kernels or args.kernels.replace("both", "auto")
         order = Order(section.part, str(path), seconds, kernels, args.quick, section.model, rates)
-        env = {**ENVIRONMENT, **os.environ, "PYTHONPATH": machine.python_path()}
+        env = {**ENVIRONMENT, **machine.gpu_share(os.environ), **os.environ, "PYTHONPATH": machine.python_path()}
         path.touch()
         began = time.time()
         with (self.work / f"{section.name}.log").open("a") as log:

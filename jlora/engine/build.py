@@ -81,6 +81,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
+    os.environ.update(machine.gpu_share(os.environ))  # no effect where the process has used jax before
     with ExitStack() as undo, ExitStack() as failed:
         built = _built(config, progress, system or System(), undo, failed)
         failed.pop_all()

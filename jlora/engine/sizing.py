@@ -19,6 +19,11 @@ from jlora.model.spec import ModelSpec
 def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:
     """The pool's layout.
 
+    On an accelerator, what `cache.hbm_fraction` leaves of the memory beside the weights is for the steps: XLA's
+    temporaries (a prompt's hidden states and logits), the slots' state, copies on their way and pieces being merged.
+    That is 8.7 GiB of an H100 with Llama 3 8B. CUDA's context and loaded programs, and NCCL's buffers, have what jax
+    leaves (`machine.gpu_share`), 6.3 GiB there.
+
     Args:
         free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
     Raises:

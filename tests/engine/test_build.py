@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jlora import config
+from jlora import config, machine
 from jlora.engine import build
 from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
@@ -146,3 +149,25 @@ def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(tiny_model: Path
 def test_free_memory_that_differs_a_little_gives_the_same_programs():
     least = WEIGHTS + 4 * 1000 * BLOCK
     assert {chosen(least + i * BLOCK, hbm_blocks=0).blocks for i in range(0, 60, 7)} == {chosen(least).blocks}
+
+
+START = """
+import os, sys
+from jax._src import xla_bridge
+from jlora import LLM, config
+from jlora.engine import build
+from jlora.serve import launcher
+
+def look(tp):
+    print(xla_bridge.backends_are_initialized(), os.environ["XLA_CLIENT_MEM_FRACTION"], flush=True)
+    os._exit(0)
+
+build.sharding.make_mesh = look
+launcher.load(config.load(None, {"model.path": sys.argv[1], "serve.compile_cache": ""}))
+"""
+
+
+def test_a_server_tells_jax_how_much_of_a_gpu_to_take_before_jax_looks_for_one(tiny_model: Path):
+    env = {name: value for name, value in os.environ.items() if name not in machine.GPU_SHARES}
+    command = [sys.executable, "-c", START, str(tiny_model)]
+    assert subprocess.run(command, env=env, capture_output=True, text=True).stdout == "False 0.92\n"
