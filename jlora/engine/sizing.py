@@ -42,7 +42,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
         fair = int(room * cache.hbm_fraction) if not on_cpu else room // 4
         # Enough for every slot's longest context and as much again for adapters and history.
         useful = 2 * config.engine.max_seqs * one.blocks_for(spec.max_len)
-        blocks = min(_steady(fair // per_block) if on_cpu else fair // per_block, useful)
+        blocks = min(_steady(fair // per_block, 5 if on_cpu else 8), useful)
     if blocks < 2 or blocks * per_block > room:
         need = (weights + max(blocks, 2) * per_block) / 2**30
         raise ConfigError(
@@ -53,9 +53,12 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
 
 
-def _steady(blocks: int) -> int:
-    """Rounded down to five bits: programs compile again for another size, and a host's free memory always differs."""
-    shift = max(0, blocks.bit_length() - 5)
+def _steady(blocks: int, bits: int) -> int:
+    """Rounded down to so many bits: programs compile again for another size, and free memory differs between starts.
+
+    8 bits lose less than 1 %, which is more than drivers and cards of one kind differ by; a host's memory needs 5.
+    """
+    shift = max(0, blocks.bit_length() - bits)
     return blocks >> shift << shift
 
 
