@@ -63,8 +63,8 @@ class AdaptersConfig:
     """The adapters to serve: `paths` by name, and every subdirectory of `dir`, also those that come later.
 
     They are read at start as far as the host tier has room for them; the others, or with `lazy` all, when a
-    request needs them, at most `readers` at once. `registry` is a SQLite file that remembers them; "" keeps
-    nothing beyond the process.
+    request needs them, at most `readers` at once (at start also up to four, with as many cores). `registry` is a
+    SQLite file that remembers them; "" keeps nothing beyond the process.
 
     `target_modules`: "attention" refuses adapters of gate, up and down, so that steps have no products for them.
     `roots`: adapters are read from these directories and nowhere else; none: from every directory.

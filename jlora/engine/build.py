@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from dataclasses import replace as replaced
@@ -49,7 +49,7 @@ from jlora.layout import PoolLayout
 from jlora.model import checkpoint, hub, sharding
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec, sites_of
-from jlora.ports import Clock, OsThreads, System
+from jlora.ports import Clock, OsThreads, System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.step_model import Basis, FittedSteps
 from jlora.validation import Limits
@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
 COMPILERS = 4  # programs compiled at a time; XLA uses several cores for each
+START_READERS = 4  # adapters read at a time before anybody is served, on a machine with as many cores
 
 
 @contextmanager
@@ -140,7 +141,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     if not runner.left:
         finish(lambda call: call())
     engine.adapters.begin_with(found)
-    _read_in(engine, sources.eager(found, host_blocks, config), reader, sources.required(config, reader))
+    _read_in(engine, sources.eager(found, host_blocks, config), reader, config, system.threads)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens, mesh)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes)
     phases.end("rest")
@@ -282,26 +283,31 @@ def compile_rest(built: Built, progress: bool = False) -> Built:
     return built
 
 
-def _read_in(engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader, required: Container[str]) -> None:
-    """Reads adapters into the host tier.
+def _read_in(
+    engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader, config: Config, threads: Threads
+) -> None:
+    """Reads adapters into the host tier: several at a time, and put there in their order.
 
     One that has changed since an earlier process read it stays on the disk, and so does one that cannot be read and
-    is not `required`: only its own requests fail.
+    is not required: only its own requests fail.
     """
-    for item in found:
-        try:
-            new = sources.read_adapter(item.name, item.path, reader)
-        except JloraError as e:
-            if item.name in required:
-                raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
-            log.error("adapter %s stays on the disk: %s", item.name, e)
-            continue
-        try:
-            sources.check_version(item, new.digest, new.header)
-        except DataLoss as e:
-            log.error("%s", e)
-        else:
-            engine.adapters.read_in(new, isinstance(item, Row) and item.pinned)
+    required = sources.required(config, reader)
+    most = max(config.adapters.readers, min(machine.threads(), START_READERS))
+    with threads.pool("jlora-start", most) as pool:
+        for item, reading in sources.read_ahead(found, reader, pool, most):
+            try:
+                new = reading.result()
+            except JloraError as e:
+                if item.name in required:
+                    raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
+                log.error("adapter %s stays on the disk: %s", item.name, e)
+                continue
+            try:
+                sources.check_version(item, new.digest, new.header)
+            except DataLoss as e:
+                log.error("%s", e)
+            else:
+                engine.adapters.read_in(new, isinstance(item, Row) and item.pinned)
 
 
 def compiled_for(info: ReplicaInfo, spec: ModelSpec, layout: PoolLayout) -> dict[str, object]:

@@ -3,6 +3,8 @@
 read_adapter     everything: read, checked and packed; any thread
 scan_adapter     the same without the weights, which stay on the disk; any thread
 find             the adapters that a server begins with
+eager            those of them to read at the start
+read_ahead       reads adapters on threads, and gives them back in order
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any
@@ -242,3 +246,19 @@ def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> It
             return
         room -= item.blocks
         yield item
+
+
+def read_ahead(
+    found: Iterable[Row | NewAdapter], reader: Reader, threads: Executor, most: int
+) -> Iterator[tuple[Row | NewAdapter, Future[NewAdapter]]]:
+    """Each adapter in turn, and what `read_adapter` has of it, while `threads` read those behind it.
+
+    At most `most` are being read or wait for their turn: each takes several times its size in memory.
+    """
+    under_way: deque[tuple[Row | NewAdapter, Future[NewAdapter]]] = deque()
+    for item in found:
+        under_way.append((item, threads.submit(read_adapter, item.name, item.path, reader)))
+        if len(under_way) == most:
+            yield under_way.popleft()
+    while under_way:
+        yield under_way.popleft()
