@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jlora import config as configuration
+from jlora.cluster import gpus
 from jlora.cluster.child import REPLICA, STOP_S, Child
 from jlora.config import ClusterConfig, Config
 from jlora.errors import Unavailable
@@ -152,11 +153,15 @@ class LocalFleet:
     """Replicas in processes of this machine, r0, r1, ...; one that ends starts again."""
 
     def __init__(self, config: Config, module: str = REPLICA, threads: Threads | None = None):
-        """`module`: what each process runs, see `child`."""
-        count = config.cluster.replicas
+        """`module`: what each process runs, see `child`. Raises ConfigError if there are too few GPUs."""
         self._module, self._starts = module, threads or OsThreads()
         self._places = Places()
-        self._configs = [replica_config(config, f"r{i}", "127.0.0.1") for i in range(count)]
+        self._configs = [
+            configuration.replace(
+                replica_config(config, f"r{i}", "127.0.0.1"), {"cluster.env": {**config.cluster.env, **share}}
+            )
+            for i, share in enumerate(gpus.shares(config))
+        ]
         self._stop_s = config.serve.drain_s + STOP_S
         self._stopping = threading.Event()
         self._lock = threading.Lock()
