@@ -101,7 +101,7 @@ def test_the_most_that_a_server_holds_at_once_is_told_also_when_it_has_dropped_i
     for member in members:
         for adapter in range(len(SIZES)):
             member.forget(adapter)
-    told = stored(members, block_bytes=1000)
+    told = stored(members, block_bytes=1000, before=0)
     assert told["adapters_peak"] == max(count for counts in seen.values() for count, _ in counts)
     assert told["bytes_peak"] == 1000 * max(blocks for counts in seen.values() for _, blocks in counts)
     assert told["adapters_peak"] > 1 >= told["adapters_most"]  # one may be on its way
