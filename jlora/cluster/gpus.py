@@ -25,7 +25,7 @@ def shares(config: Config, system: Path = Path("/")) -> list[dict[str, str]]:
         return [{} for _ in range(replicas)]
     if len(found) < replicas * tp:
         raise ConfigError(
-            f"cluster.replicas = {replicas} with model.tp = {tp} need {replicas * tp} GPUs, and there are {len(found)}; "
+            f"cluster.replicas = {replicas} with model.tp = {tp} need {replicas * tp} GPUs, there are {len(found)}: "
             f"lower cluster.replicas, or name a GPU several times in {VISIBLE} and lower {machine.GPU_SHARES[0]}"
         )
     return [{VISIBLE: ",".join(found[i * tp : (i + 1) * tp])} for i in range(replicas)]
