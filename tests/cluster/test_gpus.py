@@ -47,7 +47,7 @@ def test_each_replica_takes_gpus_of_its_own(system: Path, monkeypatch: pytest.Mo
 
 def test_too_few_gpus_are_one_clear_error(system: Path):
     for asked in ({"replicas": 5}, {"replicas": 1, "tp": 5}, {"replicas": 2, "CUDA_VISIBLE_DEVICES": "2"}):
-        with pytest.raises(ConfigError, match=r"need [25] GPUs, and there are [14]; lower cluster\.replicas"):
+        with pytest.raises(ConfigError, match=r"need [25] GPUs, there are [14]: lower cluster\.replicas"):
             taken(system, **asked)
 
 
