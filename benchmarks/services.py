@@ -71,7 +71,7 @@ def losses(study: Study) -> pd.DataFrame:
         line["better routers"] = ", ".join(sorted({best["side"] for best, ours in behind if _behind(best, ours) > 0}))
         for title, pairs in (
             ("the best router", behind),
-            ("`loraserve`", [(sides["loraserve"], sides["jlora"]) for sides in some]),
+            ("`loraserve`", [(sides["loraserve"], sides["jlora"]) for sides in some if "loraserve" in sides]),
         ):
             lost = [_behind(other, ours) for other, ours in pairs if _behind(other, ours) > 0]
             line[f"behind {title}"] = f"{len(lost)}, by up to {max(lost):.1f} points" if lost else "0"
@@ -314,7 +314,7 @@ def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Ro
 
 def _rows(study: Study, side: str, kernel: str, replicas: Sequence[int]) -> list[Row]:
     cells = _cells(study, kernel=kernel).items()
-    return [sides[side] for (_, _, count), sides in cells if not replicas or count in replicas]
+    return [sides[side] for (_, _, count), sides in cells if side in sides and (not replicas or count in replicas)]
 
 
 def _best(sides: Mapping[str, Row], key: str, placed: bool = False) -> Row:
