@@ -94,7 +94,7 @@ class CacheConfig:
         hbm_blocks: blocks on the device (0: from hbm_fraction).
         hbm_fraction: share of the device memory left after the weights (on CPU at most a quarter of it).
         host_blocks: blocks in host memory (0: from host_gib); they hold the adapters' master copies.
-        host_gib: size of the host tier (0: a quarter of the available memory, as far as it is useful).
+        host_gib: size of the host tier (0: of the available memory half, on CPU a quarter, as far as it is useful).
         prefix_reuse: keep finished requests' KV for later prompts.
         upper, lower: shares of the device in use between which fastlibra keeps it (paper, section 5.3).
         monitor_s: seconds between two rounds of the monitor.

@@ -140,8 +140,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     finish = partial(_finish, (partial(_price, priced, runner, layout), opens))
     if not runner.left:
         finish(lambda call: call())
-    engine.adapters.begin_with(found)
-    _read_in(engine, sources.eager(found, host_blocks, config), reader, config, system.threads)
+    _begin_with(engine, found, host_blocks, reader, config, system.threads)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens, mesh)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes)
     phases.end("rest")
@@ -281,6 +280,17 @@ def compile_rest(built: Built, progress: bool = False) -> Built:
     if rest:
         built.finish(lambda call: call())
     return built
+
+
+def _begin_with(
+    engine: Engine, found: list[Row | NewAdapter], host_blocks: int, reader: Reader, config: Config, threads: Threads
+) -> None:
+    """Registers the adapters that were found, and reads as many as the host tier has room for."""
+    engine.adapters.begin_with(found)
+    _read_in(engine, sources.eager(found, host_blocks, config), reader, config, threads)
+    if found:
+        in_memory, block_bytes = engine.adapters.in_memory, reader.layout.block_bytes
+        log.info("%s", sources.told(found, in_memory, host_blocks, block_bytes, config))
 
 
 def _read_in(

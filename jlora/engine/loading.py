@@ -436,6 +436,11 @@ class Adapters:
         """All adapters in service, in any order. Any thread may ask."""
         return self._registry.records()
 
+    @property
+    def in_memory(self) -> int:
+        """How many adapters are not on the disk only."""
+        return sum(not record.node.gone for record in self.records())
+
     def save(self) -> None:
         """Writes down when the adapters were used."""
         if self._catalogue is not None:

@@ -92,7 +92,10 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[in
             "raise it, or set it to 0 for a size that fits the machine"
         )
     useful = 2 * sum(adapters) + 8 * layout.blocks  # as many adapters again, and a long history
-    blocks = cache.host_blocks or asked or min(room // 4, useful)
+    # On a CPU the pool and what a step computes are in the same memory. Beside an accelerator the host has nothing
+    # else that is large: the process itself, a few adapters while they are read, a piece of the weights as it loads.
+    fair = room // (4 if jax.default_backend() == "cpu" else 2)
+    blocks = cache.host_blocks or asked or min(fair, useful)
     if blocks > room:
         raise ConfigError(
             f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "

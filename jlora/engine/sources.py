@@ -4,6 +4,7 @@ read_adapter     everything: read, checked and packed; any thread
 scan_adapter     the same without the weights, which stay on the disk; any thread
 find             the adapters that a server begins with
 eager            those of them to read at the start
+told             how many of them are in memory then, and why no more
 read_ahead       reads adapters on threads, and gives them back in order
 """
 
@@ -13,7 +14,7 @@ import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
@@ -246,6 +247,22 @@ def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> It
             return
         room -= item.blocks
         yield item
+
+
+def told(found: Sequence[Row | NewAdapter], in_memory: int, host_blocks: int, block_bytes: int, config: Config) -> str:
+    """One line of where the adapters are when a server starts, and of the key that brings more into memory."""
+    line, left = f"{in_memory} of {len(found)} adapters are in host memory", len(found) - in_memory
+    if not left:
+        return line
+    line += f", and {left} stay on the disk until a request needs them"
+    if config.adapters.lazy:
+        return line + "; adapters.lazy=false reads them at the start"
+    blocks, gib = sum(item.blocks for item in found), block_bytes / 2**30
+    if blocks <= host_blocks:  # so they could not be read: the log names each
+        return line
+    key = "host_blocks" if config.cache.host_blocks else "host_gib"
+    sizes = f"all of them take {blocks * gib:.2f} GiB, and the host tier has {host_blocks * gib:.2f} GiB"
+    return line + f": {sizes}; raise cache.{key}"
 
 
 def read_ahead(

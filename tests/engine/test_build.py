@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jlora import config, machine
-from jlora.engine import build
+from jlora.engine import build, sizing
 from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
@@ -176,3 +176,40 @@ def test_a_server_tells_jax_how_much_of_a_gpu_to_take_before_jax_looks_for_one(t
     env = {name: value for name, value in os.environ.items() if name not in machine.GPU_SHARES}
     command = [sys.executable, "-c", START, str(tiny_model)]
     assert subprocess.run(command, env=env, capture_output=True, text=True).stdout == "False 0.92\n"
+
+
+@pytest.mark.parametrize("platform, share", [("cpu", 4), ("gpu", 2), ("tpu", 2)])
+def test_beside_an_accelerator_the_host_tier_is_half_of_the_memory(
+    platform: str, share: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 400 * BLOCK)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    layout = PoolLayout.of(SPEC, 101, BLOCK_TOKENS, 1)
+    assert sizing.choose_host_blocks(config.load(None, {}), layout, [3]) == 400 // share
+    assert sizing.choose_host_blocks(config.load(None, {"cache.host_blocks": 7}), layout, [3]) == 7
+
+
+@pytest.mark.parametrize(
+    "keys, line",
+    [
+        ({"cache.host_blocks": 9}, "3 of 3 adapters are in host memory"),
+        ({"cache.host_blocks": 5}, "1 of 3 .*, and 2 stay on the disk .* the host tier has .* raise cache.host_blocks"),
+        ({"cache.host_gib": 5.5 * BLOCK / 2**30}, "1 of 3 .*, and 2 stay on the disk .*; raise cache.host_gib"),
+        ({"adapters.lazy": True}, "0 of 3 .*, and 3 stay on the disk .*; adapters.lazy=false .*"),
+    ],
+)
+def test_a_start_says_how_many_adapters_are_in_memory_and_which_key_changes_that(
+    keys: dict[str, Any],
+    line: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    for seed in range(3):
+        _make.make_adapter(tmp_path / f"a{seed}", SPEC, seed)  # of two blocks: q's and v's
+    keys = {"cache.block_tokens": BLOCK_TOKENS, "adapters.dir": str(tmp_path), "engine.warmup": False, **keys}
+    with caplog.at_level("INFO"):
+        built = build.build(config.load(None, {**SMALL, "model.path": str(tiny_model), **keys}), progress=False)
+    built.engine.close()
+    said = [message for message in caplog.messages if "adapters are in host memory" in message]
+    assert len(said) == 1 and re.fullmatch(line, said[0]), said
