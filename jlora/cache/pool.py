@@ -7,6 +7,7 @@ rows of all layers go over the link as one piece, in either direction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,12 @@ from jlora.model.step import Programs
 PIECES = (64, 16, 4, 1)  # blocks per copy program: few compiled shapes, no padding
 PIECE_SHARE = 1 / 16  # of the pool, at most: a piece lies on the device a second time while it is copied
 Staged = list[tuple[np.ndarray, jax.Array]]  # (block ids, data [n, L, B, 2K, H])
+
+
+class Blocks(Protocol):
+    """Data [n, l, B, 2K, H] of blocks, an array or what is read as it is needed."""
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 class DevicePool:
@@ -49,10 +56,11 @@ class DevicePool:
     def group_layers(self) -> int:
         return self.layout.layers // self.groups
 
-    def stage(self, ids: Sequence[int], data: np.ndarray) -> Staged:
+    def stage(self, ids: Sequence[int], data: Blocks) -> Staged:
         """Transfers data [n, l, B, 2K, H] and waits for it; touches no pool, so any thread may call it.
 
-        `data` must never be written again: on CPU a transfer may alias the numpy buffer.
+        One piece of it is read while the one before it goes over. What is read must never be written again: on CPU a
+        transfer may alias the numpy buffer.
         """
         staged = []
         for at, piece in self._pieces(ids):

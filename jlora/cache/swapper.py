@@ -33,6 +33,18 @@ class _Job:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Blocks of the host tier, read piece by piece: nobody writes them before the copy has landed."""
+
+    host: HostPool
+    blocks: tuple[int, ...]
+    layers: slice = slice(None)
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        return self.host.read(self.blocks[part], self.layers)
+
+
 _Finish = Callable[["_Job | None", BaseException | None], None]
 
 
@@ -142,13 +154,13 @@ class Swapper:
     def _carry_in(self, job: _Job) -> None:
         copy, blocks = job.copy, len(job.copy.source)
         if not copy.streams:
-            staged = self._pool.stage(copy.target, self.host.read(copy.source))
+            staged = self._pool.stage(copy.target, _Source(self.host, copy.source))
             self._lanes["in"].slow_down(blocks * self._block_s)
             job.staged = [staged]
             return
         size, groups = self._pool.group_layers, self._pool.groups
         for group in range(groups):
-            part = self.host.read(copy.source, slice(group * size, (group + 1) * size))
+            part = _Source(self.host, copy.source, slice(group * size, (group + 1) * size))
             staged = self._pool.stage(copy.target, part)
             self._lanes["in"].slow_down((group + 1) / groups * blocks * self._block_s)
             with self._arrived:

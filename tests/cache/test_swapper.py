@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -85,6 +85,25 @@ def test_blocks_go_in_and_out_unchanged_whatever_their_number(rig: Rig):
         rig.swapper.start([rig.copy("out", target, tuple(range(1, 1 + count)))])
         rig.land(1)
         assert (rig.host.read(range(1, 1 + count))[:, 0, 0, 0, 0] == source).all()
+
+
+def test_a_copy_is_read_from_the_host_piece_by_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """So one piece is read while the one before it goes over, and little fresh memory is taken at a time."""
+    reads: list[tuple[int, ...]] = []
+    whole = HostPool.read
+
+    def read(host: HostPool, ids: Sequence[int], layers: slice = slice(None)) -> np.ndarray:
+        reads.append(tuple(ids))
+        return whole(host, ids, layers)
+
+    monkeypatch.setattr(HostPool, "read", read)
+    rig.swapper.start([rig.copy("in", (23, 21, 29), (4, 5, 6))])
+    rig.land(1)
+    assert rig.pool.pieces == (1,) and reads == [(23,), (21,), (29,)]
+    rig.swapper.start([rig.copy("in", (31, 30), (7, 8), streams=True)])
+    rig.land(1)
+    assert reads[3:] == [(31,), (30,)] * rig.pool.groups
+    assert [rig.block(b).tolist() for b in range(4, 9)] == [[s] * 4 for s in (23, 21, 29, 31, 30)]
 
 
 def test_a_snapshot_keeps_what_was_there_when_the_copy_out_began(slow: Rig):

@@ -168,8 +168,8 @@ class DeviceMemory:
             raise
 
     def stage(self, ids: Sequence[int], data: Sequence[Cell]) -> Staged:
-        self.carry(ids)
-        return list(zip(ids, data, strict=True))
+        self.carry(ids)  # a piece may be read as late as this
+        return list(zip(ids, data[:], strict=True))
 
     def place(self, staged: Staged) -> None:
         self._trouble(staged)
