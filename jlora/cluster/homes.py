@@ -5,11 +5,14 @@ look   what replicas have now: which homes lack their adapter, which adapters' r
        and which replicas have copies too many
 
 It knows only what it is told, reads no clock and makes no calls. Its owner fetches and drops as it says.
+
+A look walks only the adapters that are not where they belong. Differences of sets find them: of each replica, what
+lives there and what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,17 +72,19 @@ class Homes:
     """
 
     def __init__(self, rule: Rule):
-        self.wanted: Placement = {}
-        self.parts: Placement = {}
+        self.wanted: dict[str, Mapping[str, float]] = {}
+        self.parts: dict[str, Mapping[str, float]] = {}
         self._rule = rule
-        self._placed: Set[str] = frozenset()  # adapters that the last plan has given homes
+        self._placed: Mapping[str, int] = {}  # adapters that the last plan has given homes, in its order
+        self._moving: set[str] = set()  # adapters of other parts than wanted
+        self._at: dict[str, set[str]] = {}  # replica -> adapters that it is a home of, old or new
         self._surplus: Set[Pair] = frozenset()  # copies that the last look found to be too many
 
     def begin(self, room: Room, adapters: Sequence[Wanted]) -> None:
         """Gives every adapter its first homes, which the owner must fill. Leftovers go to the replicas in turn."""
         found, names = place(self._rule, room, adapters, {}), list(room.blocks)
-        self.wanted = {one.key: found.get(one.key) or {names[i % len(names)]: 1.0} for i, one in enumerate(adapters)}
-        self.parts = self.wanted
+        parts = {one.key: found.get(one.key) or {names[i % len(names)]: 1.0} for i, one in enumerate(adapters)}
+        self.become(parts, parts)
 
     def plan(self, room: Room, adapters: Sequence[Wanted]) -> None:
         """A time step has ended. `adapters`: all that the service has; others have no homes from now on.
@@ -88,35 +93,60 @@ class Homes:
         """
         asked = [adapter for adapter in adapters if adapter.rate > LEAST]
         found = place(self._rule, room, asked, self.wanted) if asked and room.blocks else {}
-        self._placed = found.keys()
         stay = {a.key: parts for a in adapters if a.key not in found and (parts := self.parts.get(a.key))}
-        self.wanted = {**stay, **found}
-        self.parts = {key: parts for key, parts in self.parts.items() if key in self.wanted}
+        self.become({**stay, **found}, self.parts, found)
+
+    def become(self, wanted: Placement, parts: Placement, placed: Iterable[str] = ()) -> None:
+        """Replaces all homes. `placed`: those that a look fetches, switches and keeps on replicas that are up."""
+        self.wanted = dict(wanted)
+        self.parts = {key: homes for key, homes in parts.items() if key in wanted}
+        self._placed = {key: i for i, key in enumerate(placed)}
+        self._moving = {key for key in self._placed if self.parts.get(key) != wanted[key]}
+        self._at = {}
+        for key in self.wanted:
+            self._index(key)
 
     def look(self, there: Mapping[str, Set[str]]) -> Todo:
         """What to do. `there`: replica that is up -> adapters in its memory."""
+        amiss = set(self._moving)
+        for name, keys in self._at.items():
+            amiss |= self._placed.keys() & (keys - there.get(name, frozenset()))
         fetch: list[Pair] = []
-        wanted, parts = {}, {}
-        for key in self.wanted:
-            if key not in self._placed:  # a replica that is back has its adapters again
-                wanted[key] = parts[key] = self.parts.get(key, self.wanted[key])
-                continue
-            old = _within(self.parts.get(key, {}), there)
-            new = _within(self.wanted[key], there) or old
-            lacking = [(key, name) for name in new if key not in there[name]]
-            if self._rule.ahead:
-                fetch += lacking
-            if new:
-                wanted[key] = new
-            if homes := old if lacking and self._rule.ahead else new:
-                parts[key] = homes
-        self.wanted, self.parts = wanted, parts
+        for key in sorted(amiss, key=self._placed.__getitem__):
+            fetch += self._switch(key, there)
         return Todo(fetch, self._too_many(there))
 
     @property
     def settled(self) -> bool:
         """Whether another look has nothing to do, if replicas have what they had at the last one."""
-        return self.parts == self.wanted and not self._surplus
+        return not self._moving and not self._surplus
+
+    def _switch(self, key: str, there: Mapping[str, Set[str]]) -> Sequence[Pair]:
+        """Sends an adapter's requests to its new homes if these have it; what to fetch for that."""
+        for name in self._names(key):
+            self._at[name].discard(key)
+        old = _within(self.parts.get(key, {}), there)
+        new = _within(self.wanted[key], there) or old
+        lacking = [(key, name) for name in new if key not in there[name]] if self._rule.ahead else []
+        homes = old if lacking else new
+        for placement, found in ((self.wanted, new), (self.parts, homes)):
+            if found:
+                placement[key] = found
+            else:
+                placement.pop(key, None)
+        self._index(key)
+        self._moving.discard(key)
+        if homes != new:
+            self._moving.add(key)
+        return lacking
+
+    def _names(self, key: str) -> Set[str]:
+        """An adapter's homes, old and new."""
+        return self.parts.get(key, {}).keys() | self.wanted.get(key, {}).keys()
+
+    def _index(self, key: str) -> None:
+        for name in self._names(key):
+            self._at.setdefault(name, set()).add(key)
 
     def _too_many(self, there: Mapping[str, Set[str]]) -> Sequence[Pair]:
         """Copies to drop: those that two successive looks find superfluous.
@@ -125,13 +155,15 @@ class Homes:
         """
         if not self._rule.routed:
             return ()
-        homes = {key: parts.keys() | self.wanted.get(key, {}).keys() for key, parts in self.parts.items()}
-        whole = {key for key, names in homes.items() if all(key in there.get(name, ()) for name in names)}
-        copies = ((key, name) for name, keys in there.items() for key in keys & whole)
-        surplus = {(key, name) for key, name in copies if name not in homes[key]}
+        strays = ((key, name) for name, keys in there.items() for key in keys - self._at.get(name, set()))
+        surplus = {(key, name) for key, name in strays if key in self.parts and self._whole(key, there)}
         drop = surplus & self._surplus
         self._surplus = surplus - drop
         return sorted(drop)
+
+    def _whole(self, key: str, there: Mapping[str, Set[str]]) -> bool:
+        """Whether every home of the adapter has it."""
+        return all(key in there.get(name, ()) for name in self._names(key))
 
 
 def place(rule: Rule, room: Room, adapters: Sequence[Wanted], last: Placement) -> Placement:

@@ -186,5 +186,6 @@ def fitted(placed: Placement, adapters: Sequence[Wanted], room: Mapping[str, int
 
 def moves(last: Placement, new: Placement) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(adapter, server) pairs: what servers have to fetch, and what they may drop."""
-    before, after = ({(key, server) for key, parts in p.items() for server in parts} for p in (last, new))
+    changed = [key for key in {**last, **new} if last.get(key) is not new.get(key)]
+    before, after = ({(key, server) for key in changed for server in p.get(key, ())} for p in (last, new))
     return sorted(after - before), sorted(before - after)

@@ -91,7 +91,8 @@ class Member(Replica):
 
     def held(self) -> set[str]:
         """The names of the adapters in its memory."""
-        return {str(adapter) for adapter, uid in self._uids.items() if self._here(uid)}
+        here = (self.indices.get(uid, -1) for uid, node in self.manager.adapters.items() if not node.reading)
+        return {str(adapter) for adapter in here if self.has(adapter)}
 
     def forget(self, adapter: int) -> None:
         """Drops an adapter when its last request has ended; one that is on its way stays."""

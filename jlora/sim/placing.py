@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jlora.cluster.demand import Load, Recent, Told, Trend
@@ -45,6 +45,8 @@ class Placing:
         self._placed = placed
         self._members = {member.name: member for member in members}
         loads = {str(adapter): load for adapter, load in placed.loads.items()}
+        sizes = zip(placed.ranks, placed.sizes, strict=True)
+        self._adapters = [Wanted(str(i), rank, 0.0, size) for i, (rank, size) in enumerate(sizes)]
         self._load = Load(Recent(loads) if placed.rule.kind == "dlora" else Trend())
         self._homes = Homes(placed.rule)
         self._asked: set[Pair] = set()  # to fetch, since the last plan
@@ -106,5 +108,4 @@ class Placing:
         return Room(dict.fromkeys(names, placed.room), dict.fromkeys(names, int(HOST * placed.host)), placed.points)
 
     def _wanted(self, rates: Mapping[str, float]) -> list[Wanted]:
-        sizes = zip(self._placed.ranks, self._placed.sizes, strict=True)
-        return [Wanted(str(i), rank, rates.get(str(i), 0.0), size) for i, (rank, size) in enumerate(sizes)]
+        return [replace(one, rate=rates[one.key]) if one.key in rates else one for one in self._adapters]

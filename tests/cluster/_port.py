@@ -23,8 +23,10 @@ from jlora.cluster.demand import Load
 from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.fleet import StaticFleet
+from jlora.cluster.homes import Homes
 from jlora.cluster.link import LinkServicer, Stream
 from jlora.cluster.peer import Fetcher, Head, _Transfer
+from jlora.cluster.placement import Placement
 from jlora.cluster.placing import Placing
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.registry import Registry
@@ -150,13 +152,18 @@ def asked(placing: Placing) -> set[str]:
 def plan(placing: Placing, homes: dict[str, set[str]], patch: pytest.MonkeyPatch) -> None:
     """Wants these homes, of adapters that are all asked for."""
     wanted = {name: dict.fromkeys(where, 1 / len(where)) for name, where in homes.items()}
-    patch.setattr(placing._homes, "wanted", wanted)
-    patch.setattr(placing._homes, "_placed", homes.keys())
+    _become(placing, wanted, placing._homes.parts, patch)
 
 
 def homeless(placing: Placing, patch: pytest.MonkeyPatch) -> None:
     """Requests have no homes to go to, until the next look."""
-    patch.setattr(placing._homes, "parts", {})
+    _become(placing, placing._homes.wanted, {}, patch)
+
+
+def _become(placing: Placing, wanted: Placement, parts: Placement, patch: pytest.MonkeyPatch) -> None:
+    made = Homes(placing._homes._rule)
+    made.become(wanted, parts, wanted)
+    patch.setattr(placing, "_homes", made)
 
 
 def load(placing: Placing) -> Load:

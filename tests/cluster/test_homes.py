@@ -19,6 +19,9 @@ TABLE = Rule()
 ROOM = Room({"r0": 20, "r1": 20}, {"r0": 100, "r1": 100}, {8: 100.0})
 
 
+PARTS = {"a": {"r0": 1.0}, "b": {"r1": 1.0}, "c": {"r1": 1.0}}
+
+
 def asked(**rates: float) -> list[Wanted]:
     return [Wanted(key, 8, rate, 2) for key, rate in rates.items()]
 
@@ -27,7 +30,7 @@ def homes(rule: Rule = TABLE) -> Homes:
     """Of adapters `a` at r0, `b` and `c`, which nobody asks for, at r1."""
     made = Homes(rule)
     made.begin(ROOM, asked(a=1.0, b=1.0, c=1.0))
-    made.wanted = made.parts = {"a": {"r0": 1.0}, "b": {"r1": 1.0}, "c": {"r1": 1.0}}
+    made.become(PARTS, PARTS)
     return made
 
 
@@ -38,7 +41,7 @@ def moved(rule: Rule = TABLE) -> Homes:
     """Now `b`'s new home is r0, and `a`'s is r1."""
     made = homes(rule)
     made.plan(ROOM, asked(a=50.0, b=50.0, c=0.0))
-    made.wanted = {"a": {"r1": 1.0}, "b": {"r0": 1.0}, "c": {"r1": 1.0}}
+    made.become({"a": {"r1": 1.0}, "b": {"r0": 1.0}, "c": {"r1": 1.0}}, made.parts, "ab")
     return made
 
 
@@ -61,7 +64,7 @@ def test_a_new_home_keeps_what_it_has_while_another_one_still_fetches():
     made, names = Homes(TABLE), ("r0", "r1", "r2")
     room = Room(dict.fromkeys(names, 20), dict.fromkeys(names, 100), {8: 100.0})
     made.plan(room, asked(a=150.0))
-    made.parts, made.wanted = {"a": {"r0": 1.0}}, {"a": {"r1": 0.5, "r2": 0.5}}
+    made.become({"a": {"r1": 0.5, "r2": 0.5}}, {"a": {"r0": 1.0}}, "a")
     everywhere = {name: {"a"} for name in names}
     assert made.look({**everywhere, "r1": set(), "r2": set()}).fetch == [("a", "r1"), ("a", "r2")]
     for _ in range(3):

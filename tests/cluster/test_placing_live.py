@@ -46,8 +46,8 @@ def homes(table: Table) -> dict[str, set[str]]:
 
 
 def crowded(table: Table) -> set[str]:
-    """The home of most adapters; each has one."""
-    at = Counter(min(where) for where in homes(table).values())
+    """The only home of most adapters."""
+    at = Counter(min(where) for where in homes(table).values() if len(where) == 1)
     return {at.most_common(1)[0][0]}
 
 
