@@ -30,7 +30,8 @@ class Rule:
     """How homes are chosen and used.
 
     Attributes:
-        ahead: requests go to new homes when these have the adapter; else at once, and the first one fetches it.
+        ahead: requests go to a new home when it has the adapter; until then its part of them stays with the old homes.
+            Else at once, and the first one fetches it.
         routed: requests go to homes alone, so copies elsewhere are dropped. Else replicas' caches say what they keep.
     """
 
@@ -75,6 +76,7 @@ class Homes:
         self.wanted: dict[str, Mapping[str, float]] = {}
         self.parts: dict[str, Mapping[str, float]] = {}
         self._rule = rule
+        self._old: dict[str, Mapping[str, float]] = {}  # the parts before the switch that is under way
         self._placed: Mapping[str, int] = {}  # adapters that the last plan has given homes, in its order
         self._moving: set[str] = set()  # adapters of other parts than wanted
         self._at: dict[str, set[str]] = {}  # replica -> adapters that it is a home of, old or new
@@ -100,6 +102,7 @@ class Homes:
         """Replaces all homes. `placed`: those that a look fetches, switches and keeps on replicas that are up."""
         self.wanted = dict(wanted)
         self.parts = {key: homes for key, homes in parts.items() if key in wanted}
+        self._old = dict(self.parts)
         self._placed = {key: i for i, key in enumerate(placed)}
         self._moving = {key for key in self._placed if self.parts.get(key) != wanted[key]}
         self._at = {}
@@ -122,23 +125,25 @@ class Homes:
         return not self._moving and not self._surplus
 
     def _switch(self, key: str, there: Mapping[str, Set[str]]) -> Sequence[Pair]:
-        """Sends an adapter's requests to its new homes if these have it; what to fetch for that."""
+        """Sends an adapter's requests to those of its new homes that have it; what to fetch for the others."""
         for name in self._names(key):
             self._at[name].discard(key)
-        old = _within(self.parts.get(key, {}), there)
+        old = _within(self._old.get(key, {}), there)
         new = _within(self.wanted[key], there) or old
-        lacking = [(key, name) for name in new if key not in there[name]] if self._rule.ahead else []
-        homes = old if lacking else new
+        lacking = [name for name in new if key not in there[name]] if self._rule.ahead else []
+        homes = _mixed(new, old, lacking) if lacking and old != new else new
         for placement, found in ((self.wanted, new), (self.parts, homes)):
             if found:
                 placement[key] = found
             else:
                 placement.pop(key, None)
         self._index(key)
-        self._moving.discard(key)
-        if homes != new:
+        if homes == new:
+            self._moving.discard(key)
+            self._old[key] = new
+        else:
             self._moving.add(key)
-        return lacking
+        return [(key, name) for name in lacking]
 
     def _names(self, key: str) -> Set[str]:
         """An adapter's homes, old and new."""
@@ -184,3 +189,13 @@ def place(rule: Rule, room: Room, adapters: Sequence[Wanted], last: Placement) -
 def _within(parts: Mapping[str, float], there: Mapping[str, Set[str]]) -> Mapping[str, float]:
     """The homes that are up."""
     return {name: part for name, part in parts.items() if name in there}
+
+
+def _mixed(new: Mapping[str, float], old: Mapping[str, float], lacking: Sequence[str]) -> Mapping[str, float]:
+    """Parts while some new homes lack the adapter: theirs stay with the old homes, or without any go to the others."""
+    ready = {name: part for name, part in new.items() if name not in lacking}
+    stay = old or ready
+    if not ready:
+        return stay
+    each = sum(new[name] for name in lacking) / sum(stay.values())
+    return {name: ready.get(name, 0.0) + each * stay.get(name, 0.0) for name in {**ready, **stay}}

@@ -5,7 +5,7 @@ A time step, on a thread of the controller's process:
 demand    what the requests of all routers ask of each adapter (`jlora.cluster.demand`)
 plan      homes for those that are asked for, on the replicas that are up (`jlora.cluster.homes`)
 fetch     each home that lacks its adapter brings it in, from a peer or its path
-switch    requests go to an adapter's new homes once all of these have it
+switch    each new home that has its adapter gets its part of the requests; the parts of the others stay with the old
 drop      if requests go only to homes, a replica that is not a home drops the adapter when two looks in a row find it
 
 No request waits for any of it: an adapter that does not come, or that nobody asks for, keeps its homes. A request that

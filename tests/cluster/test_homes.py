@@ -60,7 +60,7 @@ def test_requests_switch_when_the_new_home_has_the_adapter_and_then_the_old_one_
     assert made.look(last).drop == [("b", "r1")] and made.settled
 
 
-def test_a_new_home_keeps_what_it_has_while_another_one_still_fetches():
+def test_a_new_home_has_its_part_of_the_requests_while_another_one_still_fetches():
     made, names = Homes(TABLE), ("r0", "r1", "r2")
     room = Room(dict.fromkeys(names, 20), dict.fromkeys(names, 100), {8: 100.0})
     made.plan(room, asked(a=150.0))
@@ -69,9 +69,27 @@ def test_a_new_home_keeps_what_it_has_while_another_one_still_fetches():
     assert made.look({**everywhere, "r1": set(), "r2": set()}).fetch == [("a", "r1"), ("a", "r2")]
     for _ in range(3):
         todo = made.look({**everywhere, "r2": set()})
-        assert todo.fetch == [("a", "r2")] and not todo.drop and made.parts["a"] == {"r0": 1.0}
+        assert todo.fetch == [("a", "r2")] and not todo.drop and made.parts["a"] == {"r1": 0.5, "r0": 0.5}
+        assert not made.settled
     assert not made.look(everywhere).drop and made.parts["a"] == {"r1": 0.5, "r2": 0.5}
     assert made.look(everywhere).drop == [("a", "r0")]
+
+
+def test_a_new_home_that_loses_its_copy_keeps_its_part():
+    made = homes()
+    made.plan(ROOM, asked(a=50.0, b=50.0, c=0.0))
+    everywhere = {name: {"a", "b", "c"} for name in ROOM.blocks}
+    made.look(everywhere)
+    before = made.parts["a"]
+    assert made.look({name: {"b", "c"} for name in ROOM.blocks}).fetch == [("a", name) for name in before]
+    assert made.parts["a"] == before
+
+
+def test_parts_of_old_homes_that_are_gone_go_to_the_new_ones_that_have_the_adapter():
+    made = Homes(TABLE)
+    made.become({"a": {"r1": 0.5, "r2": 0.3, "r3": 0.2}}, {"a": {"r0": 1.0}}, "a")
+    made.look({"r1": {"a"}, "r2": {"a"}, "r3": set()})
+    assert made.parts["a"] == pytest.approx({"r1": 0.625, "r2": 0.375})
 
 
 def test_what_nobody_asks_for_keeps_its_home_and_is_not_fetched_again():
