@@ -56,7 +56,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "cluster-routing": ("studies.cluster_routing", "many replicas by routing policy; CaraServe's Figures 19 and 20"),
     "cluster-migration": ("studies.cluster_migration", "requests that move; dLoRA's Figures 11, 12 and 15"),
     "cluster-load": ("studies.cluster_load", "R8: routing policies by load, with steps measured on an H100"),
-    "cluster-table": ("studies.cluster_table", "routing policies on kinds of traffic to 4 to 60 replicas"),
+    "cluster-table": ("studies.cluster_table", "routing policies on seven kinds of traffic, 4 to 60 replicas"),
     "cluster-real": ("studies.cluster_real", "simulated TTFT and TPOT beside those of replicas over a paced device"),
     "cluster-placement": ("studies.cluster_placement", "where adapters are; LoRAServe's Figures 17 to 22"),
     "failures": ("failures.study", "R9: what replicas deliver while one of them is killed every minute"),
