@@ -39,7 +39,7 @@ class _Source:
 
     host: HostPool
     blocks: tuple[int, ...]
-    layers: slice = slice(None)
+    layers: slice = field(default_factory=lambda: slice(None))
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
         return self.host.read(self.blocks[part], self.layers)
