@@ -305,6 +305,13 @@ def nearest(word: str, options: Iterable[str]) -> str:
     return difflib.get_close_matches(word, list(options), n=1, cutoff=0.0)[0]
 
 
+def one_of(word: str, options: Iterable[str]) -> str:
+    """Of a message about an unknown name: what is valid, and which of it the word may mean."""
+    known = list(options)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"must be one of {', '.join(known)}" + (f"; the nearest is {near[0]!r}" if near else "")
+
+
 def _read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -84,10 +84,7 @@ def work_of(scenario: Scenario, kind: Kind, plan: Plan, seconds: float) -> tuple
 def measured(scenario: Scenario, plan: Plan, side: str, played: tuple[Work, tuple[int, ...]]) -> Mapping[str, Any]:
     """One run."""
     work, ranks = played
-    service = Service(
-        plan.replicas, ranks, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, outputs=work.facts.output[0], seed=plan.seed,
-        warm_s=plan.warm,
-    )  # fmt: skip
+    service = Service(plan.replicas, ranks, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, seed=plan.seed, warm_s=plan.warm)
     began = time.process_time()
     result = simulate_service(scenario, service, work, "jlora", side)
     summary, told = result["summary"], result["service"]
@@ -96,6 +93,7 @@ def measured(scenario: Scenario, plan: Plan, side: str, played: tuple[Work, tupl
         "seed": plan.seed,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p50_s", "ttft_p99_s", "tpot_s")},
         **{key: told[key] for key in ("attainment", "goodput", "imbalance", "bytes_fetched", "adapters_most")},
+        **{f"missed_{key}": value for key, value in told["missed"].items()},
         "busy": sum(result["device"]["busy"]) / plan.replicas,
         "cpu_s": time.process_time() - began,
     }

@@ -149,12 +149,15 @@ def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any
     summary, told = result["summary"], result["service"]
     rows = result["requests"]["rows"]
     columns = result["requests"]["columns"]
-    ttft, tpot, output = (columns.index(name) for name in ("ttft_s", "tpot_s", "output"))
+    sent, ttft, tpot, output = (columns.index(name) for name in ("sent_s", "ttft_s", "tpot_s", "output"))
     ended = [row for row in rows if row[output] is not None]
     latency = sum(row[ttft] + row[tpot] * (row[output] - 1) for row in ended) / max(1, sum(r[output] for r in ended))
+    end = work.trace.turns[-1].at
+    here = sum(by(end - row[sent] - row[ttft], row[tpot], row[output]) for row in ended)
     return {
         "kernel": case.kernel,
         "latency_s": latency,
+        "throughput": here / end,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "queue_s")},
         **{key: told[key] for key in ("goodput", "imbalance", "moved", "plans", "greedy", "candidates_most")},
         "seconds": result["device"]["seconds"],
@@ -165,3 +168,8 @@ def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any
         "solve_s": sum(solver.seconds),
         "solve_longest_s": max(solver.seconds, default=0.0),
     }
+
+
+def by(since_s: float, tpot_s: float, tokens: int) -> int:
+    """Tokens of an answer that have come so long after its first one."""
+    return 0 if since_s < 0 else min(tokens, 1 + int(since_s / tpot_s)) if tpot_s else tokens

@@ -37,6 +37,7 @@ SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_
 RANKS = (8, 16, 32, 64, 128)
 SLO_S = 0.05  # per token
 FETCH_GBPS = 1.0
+LOOK_S = 0.1  # of the controller at where adapters are: time steps are shorter than the paper's, so this is too
 KERNELS: tuple[Kernel, ...] = ("padded", "unpadded")
 EVERYWHERE = ("toppings", "toppings, any rank")  # sides whose hosts all have all adapters
 # Side -> (placement, route, adapters come before the switch).
@@ -188,7 +189,7 @@ def measured(case: Case, kernel: Kernel, side: str, load: tuple[Work, tuple[int,
     fetch_gbps = 0.0 if side in EVERYWHERE else FETCH_GBPS
     service = Service(
         case.servers, ranks, kernel, fetch_gbps=fetch_gbps, slo_s=SLO_S, outputs=outputs, seed=case.seed,
-        place=place, place_s=case.step_s, ahead=ahead,
+        place=place, place_s=case.step_s, look_s=LOOK_S, ahead=ahead,
     )  # fmt: skip
     began = time.process_time()
     result = simulate_service(SCENARIO, service, work, "jlora", route)

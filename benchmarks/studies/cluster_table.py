@@ -136,8 +136,8 @@ def measured(plan: Plan, kernel: Kernel, side: str, played: tuple[Work, tuple[in
     place, route, balance = SIDES[side]
     losses = (Loss(work.trace.turns[-1].at / 2, 1, DOWN_S),) if plan.killed else ()
     service = Service(
-        plan.replicas, ranks, kernel, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, outputs=work.facts.output[0],
-        seed=plan.seed, place=place, place_s=PLACE_S, balance=balance, losses=losses, warm_s=plan.warm,
+        plan.replicas, ranks, kernel, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, seed=plan.seed, place=place,
+        place_s=PLACE_S, balance=balance, losses=losses, warm_s=plan.warm,
     )  # fmt: skip
     began = time.process_time()
     result = simulate_service(SCENARIO, service, work, "jlora", route)

@@ -98,7 +98,7 @@ class Plan:
 
     Attributes:
         before_s, after_s: until its busiest replica is done.
-        solved: the solver had an answer within its limits.
+        solved: the plan is the solver's; else it had no answer within its limits, or none better than the greedy plan.
         candidates: of the program; 0 if nothing had to move.
         solve_s: what the plan has taken on this machine.
     """
@@ -190,8 +190,8 @@ class Balancer:
 
     def _solution(self, problem: Problem) -> Plan:
         places, found = greedy(problem), solve(problem, self._terms.limit_s, self._terms.nodes)
-        solved = found is not None
-        if found is not None and problem.end_s(found) < problem.end_s(places):
+        solved = found is not None and problem.end_s(found) < problem.end_s(places)
+        if found is not None and solved:
             places = found
         before, after = problem.end_s([None] * len(places)), problem.end_s(places)
         if after > (1 - self._terms.gain) * before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.view import Held, ReplicaView, View
@@ -13,13 +14,25 @@ from jlora.cluster.view import Held, ReplicaView, View
 class _Book:
     waiting: Counter[int] = field(default_factory=Counter)
     running: Counter[int] = field(default_factory=Counter)
+    wanted: Counter[tuple[str, int]] = field(default_factory=Counter)  # adapters of those that wait, with their ranks
     tokens: int = 0
     context: int = 0
     uncached: int = 0
 
     def held(self) -> Held:
         waiting, running = ({rank: n for rank, n in all.items() if n} for all in (self.waiting, self.running))
-        return Held(waiting, running, self.tokens, self.context, self.uncached)
+        return Held(waiting, running, self.tokens, self.context, self.uncached, dict(self.wanted.keys()))
+
+    def waits(self, name: str, ask: Ask, change: Literal[1, -1]) -> None:
+        """One request more, or less, that waits at the replica of this name."""
+        self.waiting[ask.rank] += change
+        self.tokens += change * ask.prompt
+        self.uncached += change * (ask.prompt - ask.cached.get(name, 0))  # as its router believes
+        if ask.adapter is not None:
+            key = ask.adapter, ask.rank
+            self.wanted[key] += change
+            if not self.wanted[key]:
+                del self.wanted[key]
 
 
 class Books:
@@ -40,17 +53,12 @@ class Books:
         self._views[seen.name] = replace(seen, sent=held.count, held=held)
 
     def sent(self, name: str, ask: Ask) -> None:
-        book = self._books[name]
-        book.waiting[ask.rank] += 1
-        book.tokens += ask.prompt
-        book.uncached += _uncached(name, ask)
+        self._books[name].waits(name, ask, 1)
         self._renew(name)
 
     def began(self, name: str, ask: Ask) -> None:
         book = self._books[name]
-        book.waiting[ask.rank] -= 1
-        book.tokens -= ask.prompt
-        book.uncached -= _uncached(name, ask)
+        book.waits(name, ask, -1)
         book.running[ask.rank] += 1
         book.context += ask.prompt
         self._renew(name)
@@ -66,9 +74,7 @@ class Books:
             book.running[ask.rank] -= 1
             book.context -= ask.prompt + outputs
         else:
-            book.waiting[ask.rank] -= 1
-            book.tokens -= ask.prompt
-            book.uncached -= _uncached(name, ask)
+            book.waits(name, ask, -1)
         self._renew(name)
 
     def gone(self, name: str) -> None:
@@ -79,8 +85,3 @@ class Books:
     def _renew(self, name: str) -> None:
         held = self._books[name].held()
         self._views[name] = replace(self._views[name], sent=held.count, held=held)
-
-
-def _uncached(name: str, ask: Ask) -> int:
-    """Tokens of the prompt that the replica computes, as its router believes."""
-    return ask.prompt - ask.cached.get(name, 0)

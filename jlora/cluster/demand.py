@@ -124,7 +124,10 @@ class Load:
 
 
 def extrapolate(rates: Iterable[float]) -> float:
-    """The next value on the line through the last ones by least squares: at least 0, at most `GROWTH` x the last."""
+    """The next value on the line through the last ones by least squares, at least 0.
+
+    At most `GROWTH` times the last one, or their mean if that is more.
+    """
     known = list(rates)
     count = len(known)
     middle, mean = (count - 1) / 2, sum(known) / count

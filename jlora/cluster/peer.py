@@ -29,7 +29,7 @@ from jlora.adapters.packing import NUMPY_DTYPES
 from jlora.adapters.registry import Record
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
-from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, insists
+from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, insists, learned
 from jlora.cluster.secret import Secret
 from jlora.engine.records import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
@@ -49,7 +49,6 @@ AT_ONCE = 2  # fetches of one replica
 HEAD_S = 5.0  # to learn what a peer has
 SLOWEST_BPS = 10e6  # of a transfer that is worth waiting for
 RESUMES = 2  # times that a transfer from one peer goes on behind what has come
-LEARNING = 0.3  # weight of the latest measurement of a rate
 # A peer whose process stands still, or whose network is gone, in the middle of its data is left after five seconds:
 # gRPC sends few pings to one that has been quiet before. Without the last one, a ping waits a minute for its answer.
 ALIVE = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.ping_timeout_ms", 3000))
@@ -284,7 +283,7 @@ class Fetcher:
             if new is None:
                 raise
             return replace(new, stamp=())  # no files are behind it: it must not leave memory
-        self._path_bps = _learned(self._path_bps, new.bytes, new.read_s)
+        self._path_bps = learned(self._path_bps, new.bytes, new.read_s)
         return new
 
     def _from_peers(
@@ -324,7 +323,7 @@ class Fetcher:
                     raise
         data, head = transfer.whole()
         took = clock() - began
-        self._peer_bps = _learned(self._peer_bps, data.nbytes, took)
+        self._peer_bps = learned(self._peer_bps, data.nbytes, took)
         self.fetched += 1
         log.info("adapter %s has come from the replica at %s: %d bytes in %.3f s", record.name, peer, data.nbytes, took)
         return head.adapter(record.path, reader, data, took)
@@ -398,7 +397,3 @@ def _head_of(chunk: link.Chunk, key: str, digest: str, reader: Reader) -> Head:
     if head.bytes != len(head.projections) * reader.layout.block_bytes:
         raise DataLoss(f"{head.bytes} bytes for {len(head.projections)} blocks")
     return head
-
-
-def _learned(rate: float, size: int, seconds: float) -> float:
-    return rate if seconds <= 0 else (1 - LEARNING) * rate + LEARNING * size / seconds

@@ -15,14 +15,13 @@ reaches a replica after the drop brings its adapter with it.
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jlora.cluster import demand
+from jlora.cluster.asking import LOOK_S, Asking
 from jlora.cluster.controller import Controller
 from jlora.cluster.demand import Load, Recent, Trend
 from jlora.cluster.directory import Member
@@ -39,9 +38,7 @@ from jlora.ports import System
 log = logging.getLogger(__name__)
 
 # Further routers hear of a switch within a beat. One look later no router asks the old homes any more, and they drop.
-LOOK_S = 1.5 * BEAT_S
-AGAIN_S = 10.0  # before a replica is asked again for what has not come
-COMING = 8  # adapters that a replica is asked for at once
+assert LOOK_S > BEAT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class Placing:
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
         self._homes = Homes(steps.rule)  # by name
-        self._asked: dict[Pair, float] = {}  # (key, replica) -> when it may be asked again; inf: not in this time step
+        self._asking = Asking()
 
     def start(self) -> None:
         self._threads.start("jlora-placing", self._run)
@@ -121,7 +118,7 @@ class Placing:
         """
         told, now = sorted((m for m in members if m.blocks), key=lambda m: m.name), self._clock()
         self._members = {m.name for m in told}
-        self._asked.clear()
+        self._asking.begin()
         if close:
             self._rates, self._stepped = self._load.close(max(now - self._stepped, 1e-3)), now
         rows = self._controller.registry.all()
@@ -150,23 +147,14 @@ class Placing:
         self._drop([(keys[name], replica) for name, replica in intact], members)
 
     def _fetch(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
-        """Asks replicas for missing adapters, each for a few at a time, and not again for a while.
-
-        If an adapter came and is missing again, the replica's cache has dropped it for something worth more: the next
-        time step asks again.
-        """
-        now, at = self._clock(), {member.name: member for member in members}
-        self._asked |= dict.fromkeys(self._asked.keys() - set(pairs), math.inf)
-        coming = Counter(name for (_, name), until in self._asked.items() if now < until < math.inf)
-        for pair in pairs:
+        """Asks replicas for missing adapters."""
+        at = {member.name: member for member in members}
+        for pair in self._asking.due(pairs, self._clock()):
             key, name = pair
-            if self._asked.get(pair, 0.0) <= now and coming[name] < COMING:
-                coming[name] += 1
-                self._asked[pair] = now + AGAIN_S
-                self._controller.fetches += 1
-                version = self._controller.current(key.rpartition("@")[0])
-                answer = self._controller.calls.hold(at[name].address, version, self._controller.peers(version, name))
-                answer.future.add_done_callback(lambda done, pair=pair: _told(done, "come to", pair))
+            self._controller.fetches += 1
+            version = self._controller.current(key.rpartition("@")[0])
+            answer = self._controller.calls.hold(at[name].address, version, self._controller.peers(version, name))
+            answer.future.add_done_callback(lambda done, pair=pair: _told(done, "come to", pair))
 
     def _drop(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
         at = {member.name: member.address for member in members}

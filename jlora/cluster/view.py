@@ -18,6 +18,7 @@ class Held:
         waiting, running: largest rank of the adapter (0: the base) -> requests before, and after, their first token.
         tokens: prompt tokens of those that wait; uncached: those of them that the replica has to compute.
         context: tokens of those that run, prompts and outputs.
+        wanted: adapter version key -> its largest rank, of those that wait.
     """
 
     waiting: Mapping[int, int] = field(default_factory=dict)
@@ -25,6 +26,7 @@ class Held:
     tokens: int = 0
     context: int = 0
     uncached: int = 0
+    wanted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def count(self) -> int:

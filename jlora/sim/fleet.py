@@ -7,6 +7,7 @@ come to its time, so a router sees exactly the messages that have reached it.
     start    the request reaches the replica, `delay_s` later
     wake     the replica steps, or tends its idle cache
     place    a time step of the placement ends; look: adapters may have come to their new places
+    fetch    a replica is asked for an adapter; drop: it may drop one
     balance  the router plans moves; move: a plan is solved, or an adapter may have come to where a request moves
     cancel   a request that has moved leaves its old replica
     message  a step's tokens and the replica's state reach the router, `delay_s` after the step
@@ -19,7 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,21 +30,22 @@ from jlora.cluster.demand import Told
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.requests import PATIENCE_S, Routed, Table
 from jlora.cluster.routing import policy as routing
-from jlora.cluster.view import ReplicaView
+from jlora.cluster.view import THERE, ReplicaView
 from jlora.errors import ResourceExhausted
 from jlora.sim.device import answer
 from jlora.sim.losses import Loss
 from jlora.sim.member import Member
-from jlora.sim.placing import LOOK_S, Placing
+from jlora.sim.placing import Placing
 from jlora.sim.replay import Ask, Pass, request_of, seed_of
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Balance, Wires
 from jlora.types import Request, TokenEvent
 
+LOOK_S = 0.05  # between two looks for adapters of requests that move, as in a live router
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
 PUMP_S = 0.05  # between two looks at requests without a replica
 # In this order, of those at one time.
-MESSAGE, TURN, START, WAKE, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(13)
+MESSAGE, TURN, START, WAKE, FETCH, DROP, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(15)
 
 
 @dataclass(slots=True)
@@ -123,6 +125,11 @@ class Fleet(Pass):
         self._looks = False  # one is in the heap
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
+        self._happens: Mapping[int, Callable[..., None]] = {
+            MESSAGE: self._hear, START: self._begin, WAKE: self._wake, FETCH: self._fetch, DROP: self._drop,
+            PLACE: self._close, LOOK: self._look, CANCEL: self._cancel, BALANCE: self._plan, MOVE: self._move,
+            KILL: self._kill, LOST: self._lost, BACK: self._back, PUMP: self._pump,
+        }  # fmt: skip
         for side in self._sides.values():
             self._books.heard(side.member.seen())
             self._sleep(side)
@@ -150,7 +157,7 @@ class Fleet(Pass):
                     return
                 heapq.heappop(self._heap)
                 self.now = at - self._start
-                self._happen(kind, at, what)
+                self._happens[kind](at, *what)
             elif at >= stop or due is None:
                 return
             else:
@@ -158,48 +165,31 @@ class Fleet(Pass):
                 for asked, turn in self._script.take(due):
                     self._send(turn, asked)
 
-    def _put(self, at: float, kind: int, what: Any) -> None:
+    def _put(self, at: float, kind: int, *what: Any) -> None:
         heapq.heappush(self._heap, (at, kind, next(self._order), what))
 
-    def _happen(self, kind: int, at: float, what: Any) -> None:
-        if kind == MESSAGE:
-            self._hear(at, *what)
-        elif kind == START:
-            self._begin(at, *what)
-        elif kind == WAKE:
-            if what.wakes == at:
-                self._wake(what, at)
-        elif kind == CANCEL:
-            self._cancel(at, *what)
-        elif kind == BALANCE:
-            self._plan(at, what)
-        elif kind == MOVE:
-            self._move(at, what)
-        elif kind == KILL:
-            self._kill(at, what)
-        elif kind == LOST:
-            self._lost(at, what)
-        elif kind == BACK:
-            self._back(at, what)
-        elif kind == PUMP:
-            self._pump(at)
-        else:
-            self._place(at, kind, what)
+    def _close(self, at: float, placing: Placing) -> None:
+        """A time step of the placement ends."""
+        self._put(at + self._wires.every_s, PLACE, placing)
+        self._place(at, placing, close=True)
 
-    def _place(self, at: float, kind: int, placing: Placing) -> None:
-        """Replicas that sleep wake up, and begin to fetch."""
-        asleep = [side for side in self._sides.values() if side.up and not side.member.busy]
-        for side in asleep:
-            side.member.idle(at)
-        if kind == PLACE:
-            placing.step()
-            self._put(at + self._wires.every_s, PLACE, placing)
-        else:
-            self._looks = False
-        if placing.look():
-            self._look_later(at + LOOK_S)
-        for side in asleep:
-            self._wake_at(side, at)
+    def _look(self, at: float, placing: Placing) -> None:
+        self._looks = False
+        self._place(at, placing)
+
+    def _place(self, at: float, placing: Placing, close: bool = False) -> None:
+        """The controller sees what the last messages say; what it asks for reaches the replicas later."""
+        there = {
+            name: {key for key, tier in seen.tiers.items() if tier in THERE}
+            for name, seen in self._books.view.items()
+            if seen.health == "up"
+        }
+        todo, later = placing.round(there, at - self._start, close), at + self._wires.delay_s
+        for kind, pairs in ((FETCH, todo.fetch), (DROP, todo.drop)):
+            for adapter, name in pairs:
+                self._put(later, kind, self._sides[name], int(adapter))
+        if not placing.settled:
+            self._look_later(at + self._wires.look_s)
 
     def _look_later(self, due: float) -> None:
         """One look is planned at a time."""
@@ -259,7 +249,7 @@ class Fleet(Pass):
         self._books.sent(name, live.asked)
         self._prefixes.sent(name, live.chain)
         self._table.begin(routed, name, at - self._start)
-        self._put(at + self._wires.delay_s, START, (self._sides[name], live, replace(request, id=live.name)))
+        self._put(at + self._wires.delay_s, START, self._sides[name], live, replace(request, id=live.name))
 
     def _hear(self, at: float, side: Side, events: Sequence[TokenEvent], seen: ReplicaView) -> None:
         if at - self._wires.delay_s > side.killed:  # it would have been sent later
@@ -314,7 +304,7 @@ class Fleet(Pass):
         self.plans.append(plan)
         if plan.moves:
             self._put(at + balance.solve_s, MOVE, Moves(plan.moves, at + ARRIVE_S))
-        self._put(at + balance.every_s, BALANCE, balance)
+        self._put(at + max(balance.every_s, balance.solve_s), BALANCE, balance)  # plans do not overlap
 
     def _job(self, live: Live, now: float) -> Job:
         waited = now - live.routed.sent if live.outputs is None else 0.0
@@ -331,15 +321,17 @@ class Fleet(Pass):
         waiting = []
         for move in moves.moves:
             self._bound.pop(move.key, None)
-            live, target = self._lives.get(move.key), self._sides[move.target]
-            if live is None or live.routed.replica != move.source or not (target.up and live.routed.movable):
+            live, target = self._lives.get(move.key), self._books.view[move.target]
+            if live is None or live.routed.replica != move.source:
                 continue
-            if move.adapter is None or target.member.has(int(move.adapter)):
+            if target.health != "up" or not live.routed.movable:
+                continue
+            if move.adapter is None or target.tiers.get(move.adapter) in THERE:
                 self._migrate(at, live, move.target)
                 continue
             waiting.append(move)
             if not moves.asked:
-                self._fetch(at, target, int(move.adapter))
+                self._put(at + self._wires.delay_s, FETCH, self._sides[move.target], int(move.adapter))
         if waiting and at < moves.until:
             self._bound.update((move.key, move.target) for move in waiting)
             self._put(at + LOOK_S, MOVE, Moves(waiting, moves.until, asked=True))
@@ -348,7 +340,7 @@ class Fleet(Pass):
         """The router's own path: the old attempt is cancelled, and the next one goes on behind its tokens."""
         old = self._sides[live.routed.replica]
         old.names.pop(live.name, None)
-        self._put(at + self._wires.delay_s, CANCEL, (old, live.name))
+        self._put(at + self._wires.delay_s, CANCEL, old, live.name)
         self._books.ended(old.member.name, live.asked, live.outputs)
         self._table.lose(live.routed, at - self._start, moved=True)
         live.asked, live.outputs = self._asked(live.turn, live.routed.resumed(), live.chain), None
@@ -370,8 +362,6 @@ class Fleet(Pass):
                 other.member.lost(side.member, at)
                 if not other.member.busy:  # what it fetches may come sooner now
                     self._sleep(other)
-        if self._wires.placing is not None:
-            self._wires.placing.lost(name)
         self._put(at + self._wires.delay_s, LOST, side)
         if not math.isinf(loss.down_s):
             self._put(at + max(loss.down_s, 2 * self._wires.delay_s), BACK, name)  # when the router knows
@@ -381,6 +371,8 @@ class Fleet(Pass):
         name, now = side.member.name, at - self._start
         self._books.heard(replace(self._books.view[name], health="down"))
         self._prefixes.left(name)
+        if self._wires.placing is not None:
+            self._wires.placing.lost(name)
         side.names.clear()
         for routed in self._table.at(name):
             live = self._lives[routed.handle]
@@ -398,9 +390,7 @@ class Fleet(Pass):
         member = self._wires.again(name)
         member.clock.advance(at)
         side = self._sides[name] = Side(member)
-        if self._wires.placing is not None:
-            self._wires.placing.back(member)
-        self._put(at + self._wires.delay_s, MESSAGE, (side, (), member.seen()))
+        self._put(at + self._wires.delay_s, MESSAGE, side, (), member.seen())
         self._sleep(side)
 
     def _pump(self, at: float) -> None:
@@ -418,7 +408,7 @@ class Fleet(Pass):
     def _pump_later(self, at: float) -> None:
         if at >= self._pumps:
             self._pumps = at + PUMP_S
-            self._put(self._pumps, PUMP, None)
+            self._put(self._pumps, PUMP)
 
     def _give_up(self, live: Live, now: float) -> None:
         """No answer; its session goes on."""
@@ -458,6 +448,8 @@ class Fleet(Pass):
 
     def _fetch(self, at: float, side: Side, adapter: int) -> None:
         """Brings an adapter in; a replica that sleeps wakes up and begins."""
+        if not side.up:
+            return
         asleep = not side.member.busy
         if asleep:
             side.member.idle(at)
@@ -465,22 +457,35 @@ class Fleet(Pass):
         if asleep:
             self._wake_at(side, at)
 
-    def _wake(self, side: Side, at: float) -> None:
+    def _drop(self, _: float, side: Side, adapter: int) -> None:
+        if side.up:
+            side.member.forget(adapter)
+            if not side.member.busy:  # its next message tells so
+                self._sleep(side)
+
+    def _wake(self, at: float, side: Side) -> None:
         member = side.member
+        if side.wakes != at:  # a later wake has taken its place
+            return
         if not member.busy:
             member.idle(at)
+            self._tell(side, ())
             self._sleep(side)
             return
         due = self._script.next_due()
         events = member.step(math.inf if due is None else self._start + due)
-        now = member.clock.now
-        if events or now >= side.spoke + STATE_S:
-            side.spoke = now
-            self._put(now + self._wires.delay_s, MESSAGE, (side, events, member.seen()))
+        self._tell(side, events)
         if member.busy:
-            self._wake_at(side, now)
+            self._wake_at(side, member.clock.now)
         else:
             self._sleep(side)
+
+    def _tell(self, side: Side, events: Sequence[TokenEvent]) -> None:
+        """A message, if there is something to tell or the last one was a while ago."""
+        now = side.member.clock.now
+        if events or side.member.news or now >= side.spoke + STATE_S:
+            side.spoke = now
+            self._put(now + self._wires.delay_s, MESSAGE, side, events, side.member.seen())
 
     def _sleep(self, side: Side) -> None:
         self._wake_at(side, side.member.wakes)

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from jlora.cluster.homes import KINDS
 from jlora.cluster.routing.routes import LORASERVE, ROUTES
+from jlora.config import one_of
 from jlora.errors import ConfigError
 from jlora.sim import losses
 from jlora.sim import service as simulated
 from jlora.sim.kernels import KERNELS
-from jlora.sim.service import TABLES, Service, check_route
+from jlora.sim.service import TABLES, Service
 from jlora.sim.wires import Balance
 
 # Column of the table -> (part of a result, key, factor, digits).
@@ -94,7 +95,8 @@ def check(args: argparse.Namespace) -> None:
             if args.place not in ("", LORASERVE):
                 raise ConfigError(f"--place {args.place}: --route {route} needs {LORASERVE}'s placement")
             continue
-        check_route(route)
+        if route not in ROUTES and route not in TABLES:
+            raise ConfigError(f"--route {route}: {one_of(route, (*ROUTES, LORASERVE, *TABLES))}")
         if route in TABLES and not args.place:
             raise ConfigError(f"--route {route}: needs a placement (--place)")
     check_unused(args)

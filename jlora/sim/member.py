@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jlora.cache.policies import Policy
 from jlora.cache.tree import AdapterNode
+from jlora.cluster.routing.ways import PATH_BPS, PEER_BPS, learned
 from jlora.cluster.view import ReplicaView
 from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
@@ -42,7 +43,9 @@ class Member(Replica):
         self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
         self._sizes = spec.adapters
         self._way = way
-        self._reading: tuple[Coming, Reading] | None = None
+        self._reading: tuple[Coming, Reading, float] | None = None  # since when
+        self._bps = {True: 0.0, False: 0.0}  # from peers and from paths, as a live one measures them; 0: not yet
+        self._news = False  # an adapter has come or gone since the last look at the tiers
         self._tiers: dict[str, str] = {}
         self._looked = -math.inf
         super().__init__(replace(spec, adapters=()), policy)
@@ -80,25 +83,21 @@ class Member(Replica):
         """Another one has ended: what is on its way from there begins anew, from the next holder or the path."""
         if self._reading is None:
             return
-        coming, reading = self._reading
+        coming, reading, began = self._reading
         if isinstance(coming, Transfer) and coming.uplink is other.uplink and coming.ends > at:
-            self._reading = self._way(self.indices[reading.node.uid], at), reading
+            self._reading = self._way(self.indices[reading.node.uid], at), reading, began
 
     def has(self, adapter: int) -> bool:
         """Whether the adapter is in its memory."""
         uid = self._uids.get(adapter)
         return uid is not None and self._here(uid)
 
-    def held(self) -> set[str]:
-        """The names of the adapters in its memory."""
-        here = (self.indices.get(uid, -1) for uid, node in self.manager.adapters.items() if not node.reading)
-        return {str(adapter) for adapter in here if self.has(adapter)}
-
     def forget(self, adapter: int) -> None:
         """Drops an adapter when its last request has ended; one that is on its way stays."""
         if self.has(adapter):
             self.engine.adapters.remove(str(adapter))
             del self._uids[adapter]
+            self._news = True
 
     def _here(self, uid: int) -> bool:
         node = self.manager.adapters.get(uid)
@@ -134,19 +133,20 @@ class Member(Replica):
     @property
     def wakes(self) -> float:
         """When an idle replica has something to do again."""
-        arrival = self._fetch()
-        return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival)
+        arrival, told = self._fetch(), self._looked + TIERS_S if self._news else math.inf
+        return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival, told)
 
     def _fetch(self) -> float:
         """Completes fetches that have arrived and starts new ones; returns when the next arrives."""
         shelf = self.engine.adapters.shelf
         while True:
             if self._reading is not None:
-                coming, reading = self._reading
+                coming, reading, began = self._reading
                 if coming.ends > self.clock.now:
                     return coming.ends
-                self._reading = None
+                self._reading, self._news = None, True
                 self.fetched += reading.node.size
+                self._measured(isinstance(coming, Transfer), reading.node.size, coming.ends - began)
                 self.engine.arrived(reading, self._new(self.indices[reading.node.uid]))
             while self._asked and (self.has(self._asked[0]) or self._hinted(self._asked[0])):
                 self._asked.popleft()
@@ -154,7 +154,11 @@ class Member(Replica):
             if not begun:
                 return math.inf
             self._stores()
-            self._reading = self._way(self.indices[begun[0].node.uid], self.clock.now), begun[0]
+            self._reading = self._way(self.indices[begun[0].node.uid], self.clock.now), begun[0], self.clock.now
+
+    def _measured(self, peer: bool, blocks: int, seconds: float) -> None:
+        known = self._bps[peer] or (PEER_BPS if peer else PATH_BPS)
+        self._bps[peer] = learned(known, blocks * self.spec.block_bytes, seconds)
 
     def _hinted(self, adapter: int) -> bool:
         """Whether the engine takes the hint; at most some are open at once."""
@@ -167,15 +171,23 @@ class Member(Replica):
 
     # -- what it says -----------------------------------------------------------------------
 
+    @property
+    def news(self) -> bool:
+        """Whether a message has to tell of an adapter that has come or gone."""
+        return self._news and self.clock.now >= self._looked + TIERS_S
+
     def seen(self) -> ReplicaView:
         """Its state, as a message tells it."""
         scheduler, device = self.scheduler, self.manager.device
         if self.clock.now >= self._looked + TIERS_S:
-            self._looked = self.clock.now
+            self._looked, self._news = self.clock.now, False
             nodes = self.manager.adapters
             self._tiers = {str(index): _tier(nodes[uid]) for uid, index in self.indices.items() if uid in nodes}
         counts = scheduler.active, scheduler.pending
-        return ReplicaView(self.name, "up", 0, *counts, device.free, self.manager.total, tiers=self._tiers)
+        return ReplicaView(
+            self.name, "up", 0, *counts, device.free, self.manager.total, tiers=self._tiers,
+            peer_bps=self._bps[True], path_bps=self._bps[False],
+        )  # fmt: skip
 
 
 def _tier(node: AdapterNode) -> str:

@@ -39,6 +39,7 @@ class ReplicaSpec:
     Attributes:
         adapters: blocks of each adapter, by its index; places: of a layer at which they act.
         costs: of cold starts on the host, for `engine.cold_start` cpu and auto.
+        block_bytes: 0: a service of many replicas does not measure its links.
     """
 
     model: StepModel | FittedSteps
@@ -50,6 +51,7 @@ class ReplicaSpec:
     costs: Costs | None = None
     kind: type[Link] = Link
     places: int = 1
+    block_bytes: int = 0
 
 
 class Replica:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import Sizes
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
-from jlora.config import CacheConfig, EngineConfig
+from jlora.config import POLICIES as CACHE_POLICIES
+from jlora.config import CacheConfig, EngineConfig, one_of
 from jlora.engine.cold_start import Costs
 from jlora.engine.merging import Merging
 from jlora.errors import ConfigError
@@ -34,7 +34,7 @@ from jlora.sim.script import Script
 from jlora.sim.trace import Facts, Trace, facts
 from jlora.step_model import FittedSteps, StepModel
 
-POLICIES = (*configuration.POLICIES, Clairvoyant.name)
+POLICIES = (*CACHE_POLICIES, Clairvoyant.name)
 SHARED = "vllm-fair"  # the policy whose name may have a share
 SETTLE = 1.25  # time of a history over the seconds of its tokens, for steps' fixed parts and attention
 SAMPLES = 200  # samples of the device over the length of a trace
@@ -168,7 +168,8 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
         costs = Costs.fitted(step) if isinstance(step, FittedSteps) else hardware.costs(scenario.host, bps)
     kind = Blocking if scenario.blocking else Link
     model, engine = scenario.step_model, scenario.engine
-    return ReplicaSpec(model, link, sizes, work.sizes, cache, engine, costs, kind, hardware.places)
+    size = layout.block_bytes
+    return ReplicaSpec(model, link, sizes, work.sizes, cache, engine, costs, kind, hardware.places, size)
 
 
 def pool_blocks(scenario: Scenario, work: Work) -> int:
@@ -219,8 +220,7 @@ def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
     """The cache's configuration for a policy's name. Raises ConfigError."""
     name, _, share = policy.partition(":")
     if name not in POLICIES:
-        near = configuration.nearest(name, POLICIES)
-        raise ConfigError(f"policy {name!r}: must be one of {', '.join(POLICIES)}; the nearest is {near!r}")
+        raise ConfigError(f"policy {name!r}: {one_of(name, POLICIES)}")
     if not share:
         return replace(config, policy=name)
     try:

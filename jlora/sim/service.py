@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cache.manager import Sizes
+from jlora.cluster.asking import LOOK_S
 from jlora.cluster.demand import points_of
 from jlora.cluster.directory import lenders
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.cluster.routing.table import Table, Turns
-from jlora.cluster.routing.ways import LENDS, Ways, insists
+from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, Ways, insists
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.fleet import Fleet
@@ -54,6 +54,7 @@ class Service:
         outputs: tokens of a mean answer, as the policies believe until the router has measured them.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
             table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
+        look_s: between two looks of the controller at where adapters are. A live one's, unless time steps are scaled.
         foreseen: dLoRA's preload begins with the trace's own demand; else with equal demand, and learns.
         balance: moves requests between the replicas; None: they stay where they were sent.
         losses: replicas that are killed, in the order of their times.
@@ -71,6 +72,7 @@ class Service:
     seed: int = 0
     place: Place = ""
     place_s: float = 60.0
+    look_s: float = LOOK_S
     ahead: bool = True
     foreseen: bool = True
     balance: Balance | None = None
@@ -82,13 +84,6 @@ class Service:
         """Seconds of fetching so many bytes; `held`: another replica has them in memory."""
         gbps = self.fetch_gbps if held or not self.path_gbps else self.path_gbps
         return self.fetch_latency_s + size / (gbps * 1e9) if gbps else 0.0
-
-
-def check_route(name: str) -> None:
-    """Raises ConfigError if there is no such policy."""
-    if name not in TABLES and name not in ROUTES:
-        near = configuration.nearest(name, ROUTES)
-        raise ConfigError(f"route {name!r}: must be one of {', '.join(ROUTES)}; the nearest is {near!r}")
 
 
 def simulate_service(scenario: Scenario, service: Service, work: Work, policy: str, route: str) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
         "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
-        "service": told(asks, end, service)
+        "service": told(asks, service)
         | {"missed": missed(asks, service)}
         | stored(members, block_bytes, fetched)
         | {"servers": servers(list(fleet.members.values()), asks)}
@@ -132,7 +127,6 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
 
 def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, route: str) -> Fleet:
     """A fleet that has played nothing yet. Raises ConfigError."""
-    check_route(route)
     step = scenario.step_model
     spec = replica_spec(scenario, work, policy)
     if isinstance(step, FittedSteps):
@@ -168,7 +162,9 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
     per_rank = sum(sizes) / max(sum(service.ranks), 1)
     host_s = per_rank / block_bytes * spec.link.block_s
-    ways = Ways(host_s, per_rank, fetch_bps, path_bps)
+    # As in a live router: replicas tell how fast they fetch as soon as they have.
+    assumed = (PEER_BPS, PATH_BPS) if service.fetch_gbps or service.path_gbps else (math.inf, math.inf)
+    ways = Ways(host_s, per_rank, *assumed)
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
@@ -177,7 +173,7 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     if service.place:
         rule = Rule(service.place, service.ahead, route in TABLES, service.seed)
         placing = Placing(placed_of(rule, service, work, costs, spec.sizes), members, TABLES.get(route, Table))
-        wires = replace(wires, placing=placing, every_s=service.place_s)
+        wires = replace(wires, placing=placing, every_s=service.place_s, look_s=service.look_s)
         chosen = placing.table if route in TABLES else chosen
     fleet = Fleet(members, work.trace, chosen, wires)
     return fleet
@@ -185,26 +181,31 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
 def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: Sizes) -> Placed:
     """What the placement needs to know. Operating points are the step model's, else of sequences like the trace's."""
-    prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
-    context = round(work.facts.prompt[0] + output / 2)
+    prompt, output = work.facts.prompt[0], max(work.facts.output[0], 1.0)
+    context = round(prompt + output / 2)
     points = points_of(costs, service.ranks, service.slo_s, context, prompt / output)
     asked = work.trace.asked.items() if service.foreseen else ()
     loads = {adapter: count * work.facts.rate / work.facts.requests for adapter, count in asked}
     return Placed(rule, service.ranks, work.sizes, points, room.device, room.host, service.place_s, loads)
 
 
-def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
-    """What users of the whole service see; a request that has not ended misses its objective."""
+def told(asks: Sequence[Ask], service: Service) -> dict[str, float]:
+    """What users of the whole service see; a request that has not ended misses its objective.
+
+    "goodput": answers that meet the objective, for each second in which requests came. The last answers of a run end
+    later, which says nothing of a service that goes on.
+    """
     taken = [ask for ask in asks if not ask.refused]
     each = [per_token_s(ask) for ask in taken]
     done = [value for value in each if not math.isinf(value)]
     met = sum(value <= service.slo_s for value in each) if service.slo_s else len(done)
+    seconds = max((ask.sent for ask in asks), default=0.0) - service.warm_s
     return {
         "slo_s": service.slo_s,
         "attainment": met / max(len(asks), 1),
         "per_token_s": statistics.fmean(done) if done else 0.0,
         "per_token_p99_s": float(np.percentile(done, 99)) if done else 0.0,
-        "goodput": met / end,
+        "goodput": met / max(seconds, 1e-9),
     }
 
 

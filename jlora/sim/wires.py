@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jlora.cluster.asking import LOOK_S
 from jlora.cluster.balance import Terms
 from jlora.cluster.routing.ways import Ways
 from jlora.sim.losses import Loss
@@ -34,7 +35,7 @@ class Wires:
         ranks: of the adapters, by index.
         delay_s: of a message, each way.
         placing: moves adapters between the replicas.
-        every_s: between two of its time steps.
+        every_s: between two of its time steps; look_s: between two of its looks.
         balance: moves requests between them; None: never.
         losses: replicas that are killed, in the order of their times.
         again: makes a killed replica anew, by its name.
@@ -46,6 +47,7 @@ class Wires:
     delay_s: float = 0.0
     placing: Placing | None = None
     every_s: float = 60.0
+    look_s: float = LOOK_S
     balance: Balance | None = None
     losses: Sequence[Loss] = ()
     again: Callable[[str], Member] | None = None

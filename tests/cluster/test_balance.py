@@ -45,6 +45,13 @@ def test_a_plan_is_near_the_best_of_all(seed: int):
     assert best <= ends <= best + 0.5 * (stay - best)  # x is rounded, and one request of six is much
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_of_many_requests_the_solvers_plan_is_a_tenth_shorter_than_the_greedy_one(seed: int):
+    problem = problem_of(seed, 48)
+    found = solve(problem, 10.0, 1000)
+    assert found is not None and problem.end_s(found) < 0.9 * problem.end_s(greedy(problem))
+
+
 def test_the_solver_is_bounded_and_without_it_the_plan_is_greedy(monkeypatch: pytest.MonkeyPatch):
     problem = problem_of(1)
     assert solve(problem, 0.0, 0) is None
@@ -63,7 +70,7 @@ def crowd(count: int = 12, waited_s: float = 1.0) -> tuple[dict[str, ReplicaView
 
 def test_requests_leave_the_replica_that_is_behind_and_those_that_wait_go_first():
     plan = Balancer(Terms(), 16).plan(*crowd())
-    assert plan.solved and {move.target for move in plan.moves} == {"r1", "r2"}
+    assert {move.target for move in plan.moves} == {"r1", "r2"}
     assert 7 <= len(plan.moves) <= 9 and {move.key for move in plan.moves} >= set(range(6, 12))
     assert all((move.source, move.adapter) == ("r0", "x") for move in plan.moves)
     assert plan == Balancer(Terms(), 16).plan(*crowd())

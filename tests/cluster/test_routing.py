@@ -167,6 +167,26 @@ def test_jlora_waits_only_for_what_is_not_in_the_cache():
     assert Jlora(LINEAR, 1.0).choose(view(known, other), replace(TURN, session="")) == "known"
 
 
+def test_jlora_waits_for_a_place_in_a_full_batch():
+    full, more = replica("full", held=Held(running={0: 8}, context=80)), replica("more", held=Held(running={0: 9}))
+    room = Jlora(LINEAR, 1.0, batch=10)
+    assert room.choose(view(full, more), TURN) == "full"
+    tight = Jlora(LINEAR, 1.0, batch=8)
+    steps = LINEAR.step_s({0: 8}, 80)
+    waits = tight.cost(full, TURN) - room.cost(full, TURN)
+    assert waits == pytest.approx(1 / 8 * 64 * steps - 0.5 * steps)  # it would wait for the step under way anyhow
+
+
+def test_jlora_waits_for_the_adapters_that_others_wait_for():
+    ways = Ways(host_s=0.001, rank_bytes=1e6, path_bps=1e9)
+    queued = replica("queued", tiers={"here@1": "HBM"}, held=Held(wanted={"b@1": 8, "here@1": 8, "c@1": 64}))
+    assert ways.behind_s(queued, ASK, peer=False) == pytest.approx(0.002 * (64 + 8 + 64))
+    first = replace(queued, held=Held(wanted={"a@1": 64, "c@1": 64}))
+    assert ways.behind_s(first, ASK, peer=False) == pytest.approx(0.002 * 64), "it is on its way"
+    assert ways.behind_s(replace(queued, tiers={"a@1": "HBM"}), ASK, peer=False) == 0.0
+    assert Jlora(LINEAR, 1.0, ways=ways).choose(view(queued, replica("idle")), ASK) == "idle"
+
+
 def test_a_way_is_a_copy_from_the_host_and_a_fetch_before_it_from_elsewhere():
     ways = Ways(host_s=0.001, rank_bytes=1e6, peer_bps=1e9, path_bps=1e8)
     here = {tier: replica(tier, tiers={"a@1": tier}) for tier in ("HBM", "HOST", "DISK", "LOADING")}
@@ -222,21 +242,21 @@ def test_what_other_routers_have_is_like_the_own_or_else_like_the_request():
 
 
 def test_the_books_follow_a_request_from_send_to_end():
-    books = Books()
+    books, other = Books(), replace(ASK, adapter="other@1", rank=8, prompt=5)
     books.heard(ReplicaView("r", "up", running=2, free_blocks=7))
     books.sent("r", ASK)
-    books.sent("r", replace(ASK, rank=8, prompt=5))
+    books.sent("r", other)
     seen = books.view["r"]
     assert (seen.sent, seen.running, seen.free_blocks) == (2, 2, 7)
-    assert seen.held == Held({64: 1, 8: 1}, {}, 105, uncached=105)
+    assert seen.held == Held({64: 1, 8: 1}, {}, 105, uncached=105, wanted={ASK.adapter: 64, "other@1": 8})
     books.began("r", ASK)
-    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5, 100, uncached=5)
+    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5, 100, uncached=5, wanted={"other@1": 8})
     books.told("r", 3)
     books.heard(ReplicaView("r", "up", running=1))
     assert books.view["r"].sent == 2 and books.view["r"].running == 1
     assert books.view["r"].held.context == 103
     books.ended("r", ASK, outputs=3)
-    books.ended("r", replace(ASK, rank=8, prompt=5), outputs=None)
+    books.ended("r", other, outputs=None)
     assert books.view["r"].held == Held() and books.view["r"].sent == 0
 
 

@@ -187,7 +187,7 @@ def test_one_seed_replays_byte_for_byte_in_another_process(flags: list[str], str
     ("flags", "said"),
     [
         (["--replicas", "0"], "--replicas 0: must be at least 1"),
-        (["--replicas", "2", "--route", "idlest"], "the nearest is"),
+        (["--replicas", "2", "--route", "idle"], "the nearest is 'most-idle'"),
         (["--replicas", "2", "--route", "table"], "--route table: needs a placement"),
         (["--replicas", "2", "--route", "turns"], "--route turns: needs a placement"),
         (["--replicas", "2", "--route", "loraserve", "--place", "dlora"], "needs loraserve's placement"),

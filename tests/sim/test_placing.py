@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from jlora import cli
+from jlora.cluster.asking import LOOK_S
 from jlora.cluster.homes import Kind, Rule
 from jlora.cluster.placement import moves
 from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
-from jlora.sim.placing import LOOK_S, Placed, Placing
+from jlora.sim.placing import Placed, Placing
 from jlora.sim.service import stored
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
@@ -58,7 +59,14 @@ def test_adapters_follow_the_demand_and_every_request_is_answered(ahead: bool):
 def test_every_adapter_lives_where_the_table_says_and_nowhere_else():
     fleet, placing = placed("loraserve")
     fleet.run()
-    while placing.look():
+    while True:
+        todo = placing.round({n: {str(i) for i in range(4) if m.has(i)} for n, m in fleet.members.items()}, fleet.now)
+        for key, name in todo.fetch:
+            fleet.members[name].ask(int(key))
+        for key, name in todo.drop:
+            fleet.members[name].forget(int(key))
+        if placing.settled:
+            break
         for member in fleet.members.values():
             member.idle(member.clock.now + 1.0)
     homes = {(key, name) for key, parts in placing.table.parts.items() for name in parts}
@@ -123,9 +131,11 @@ def _watch(member: Member, seen: list[tuple[int, int]]) -> None:
 
 
 def test_there_is_one_look_at_a_time_however_many_time_steps_end_before_it_settles(monkeypatch: pytest.MonkeyPatch):
-    every_s, looks, look = 0.25, list[bool](), Placing.look
-    monkeypatch.setattr(Placing, "look", lambda placing: looks.append(look(placing)) or True)
-    fleet, _ = placed("loraserve", every_s=every_s)
+    every_s, looks = 0.25, list[float]()
+    monkeypatch.setattr(Placing, "settled", False)
+    fleet, placing = placed("loraserve", every_s=every_s)
+    play = placing.round
+    monkeypatch.setattr(placing, "round", lambda there, now, close: looks.append(now) or play(there, now, close))
     fleet.run()
     assert 0 < len(looks) <= fleet.now / LOOK_S + fleet.now / every_s + 2
 

@@ -16,9 +16,10 @@ from jlora.cluster.view import ReplicaView, View
 class Jlora:
     """The replica where the request adds the least time to all answers, its own included.
 
-    Own time: the step under way, the prompts before it and its own without the cached part, the adapter's way to
-    the device, then every token at the pace of the batch that it joins. Time of the others: each of them waits
-    for its prefill, and decodes more slowly from then on. All terms are seconds of answers, so none needs a weight.
+    Own time: the step under way, or the adapter's way to the device behind those of the requests before it; a place
+    in the batch, if it is full; the prompts before it and its own without the cached part; then every token at the
+    pace of the batch that it joins. Time of the others: each of them waits for its prefill, and decodes more slowly
+    from then on. All terms are seconds of answers, so none needs a weight.
 
     A session's home costs less by the prefill of the prompt: elsewhere the next turn would compute it again. Among
     equals, as idle replicas are, the order is that of `Sessions`.
@@ -26,12 +27,14 @@ class Jlora:
     Attributes:
         slo_s: of a decode step; a replica that would exceed it costs `penalty_s` more.
         outputs: mean tokens of an answer, before the router has measured them.
+        batch: sequences that a replica runs at once.
         ways: of adapters to the device.
     """
 
     costs: Costs
     slo_s: float
     outputs: float = 64.0
+    batch: int = 64
     penalty_s: float = 1e3
     ways: Ways = Ways()
     sessions: Sessions = field(default_factory=Sessions)
@@ -61,8 +64,10 @@ class Jlora:
         before, after = costs.step_s(exist, context), costs.step_s(both, context + ask.prompt)
         first = costs.step_s(both, context + ask.prompt, held.uncached + computed)
         slower = first - costs.step_s(exist, context, held.uncached)
-        load = self.ways.seconds(replica, ask, peer)
-        mine = max(load, 0.5 * before if exist else 0.0) + first + outputs * after
+        load = self.ways.behind_s(replica, ask, peer)
+        # A batch takes as long as its answers do, and lets as many in meanwhile as it holds.
+        queue = max(0, held.count + 1 - self.batch) / self.batch * outputs * before
+        mine = max(load, queue, 0.5 * before if exist else 0.0) + first + outputs * after
         # How long an answer still is does not depend on how long it has been.
         theirs = held.count * (slower + outputs * (after - before))
         return mine + theirs + (self.penalty_s if after > self.slo_s else 0.0)

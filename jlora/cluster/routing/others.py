@@ -28,4 +28,5 @@ def all_held(replica: ReplicaView, ask: Ask) -> Held:
         own.tokens + waiting * tokens,
         own.context + running * tokens,
         own.uncached + waiting * tokens,
+        own.wanted,
     )

@@ -62,7 +62,7 @@ ROUTES: Mapping[str, Callable[[Known], Policy]] = {
     "sticky": lambda known: SessionSticky(),
     "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
     "dlora": lambda known: DLora(known.costs, known.outputs, known.batch, known.ways),
-    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, ways=known.ways),
+    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, known.batch, ways=known.ways),
 }
 
 

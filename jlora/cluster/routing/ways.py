@@ -11,6 +11,7 @@ from jlora.cluster.view import THERE, ReplicaView, View
 # Bytes per second of a fetch before any were measured: from another replica, and from the path, which is read,
 # checked and packed.
 PEER_BPS, PATH_BPS = 1e9, 0.3e9
+LEARNING = 0.3  # weight of the latest measurement of a rate
 LENDS = 4  # fetches from one replica at once: each has a part of its link
 
 
@@ -32,21 +33,39 @@ class Ways:
 
     def seconds(self, replica: ReplicaView, ask: Ask, peer: bool) -> float:
         """`peer`: some replica has the adapter in memory (`held`)."""
-        tier = "HBM" if ask.adapter is None else replica.tiers.get(ask.adapter, "DISK")
+        return 0.0 if ask.adapter is None else self._seconds(replica, ask.adapter, ask.rank, peer)
+
+    def behind_s(self, replica: ReplicaView, ask: Ask, peer: bool) -> float:
+        """The same behind those of the adapters that requests there wait for: a replica brings one after the other.
+
+        One that another request waits for is on its way.
+        """
+        own, wanted = self.seconds(replica, ask, peer), replica.held.wanted
+        if not own or ask.adapter in wanted:
+            return own
+        return own + sum(self._seconds(replica, adapter, rank, peer) for adapter, rank in wanted.items())
+
+    def _seconds(self, replica: ReplicaView, adapter: str, rank: int, peer: bool) -> float:
+        tier = replica.tiers.get(adapter, "DISK")
         if tier == "HBM":
             return 0.0
         if tier == "HOST":
-            return ask.rank * self.host_s
+            return rank * self.host_s
         bps = replica.path_bps or self.path_bps
         if peer:  # a replica takes the faster way
             bps = max(bps, replica.peer_bps or self.peer_bps)
-        whole = ask.rank * (self.host_s + self.rank_bytes / bps)
+        whole = rank * (self.host_s + self.rank_bytes / bps)
         return 0.5 * whole if tier == "LOADING" else whole
 
 
 def insists(peer_bps: float, path_bps: float) -> bool:
     """Whether a fetch wants a part of a busy replica's link, because its path is slower than that."""
     return path_bps < peer_bps / LENDS
+
+
+def learned(bps: float, size: int, seconds: float) -> float:
+    """A rate after one more fetch of so many bytes."""
+    return bps if seconds <= 0 else (1 - LEARNING) * bps + LEARNING * size / seconds
 
 
 def held(view: View, adapter: str | None) -> bool:
