@@ -199,6 +199,7 @@ def test_cluster_keys_are_read_from_strings_and_tables():
         ("cluster.resources.GPU", "-1"),
         ("cluster.name", "../x"),
         ("cluster.addresses", "here:1"),  # the fleet is not static
+        ("cluster.ray_address", "here:1"),  # it is not on Ray
     ],
 )
 def test_bad_cluster_value_names_the_key(key: str, value: str):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from jlora import __version__
 from jlora import config as configuration
 from jlora.errors import ConfigError
-from jlora.sim import many, outcome
+from jlora.sim import losses, many, outcome
 from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.link import LATENCY_S
@@ -60,7 +61,12 @@ def add_flags(parser: argparse.ArgumentParser, chip: str | None = "npu") -> None
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="equal shares; hot:...: highest on most popular")
     what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch this many seconds before a turn")
     where = parser.add_argument_group("hardware")
-    where.add_argument("--chip", default=chip, choices=list(CHIPS), help=f"npu is FASTLIBRA's (default: {chip})")
+    where.add_argument(
+        "--chip",
+        default=chip,
+        choices=list(CHIPS),
+        help="npu is FASTLIBRA's" + (f" (default: {chip})" if chip else ""),
+    )
     where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
     where.add_argument("--model", default="llama-2-7b", choices=list(MODELS), help="(default: llama-2-7b)")
     where.add_argument("--steps", type=Path, metavar="JSON", help="measured step times instead of the chip's peaks")
@@ -90,6 +96,7 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     trace = trace_of(args, scenario.hardware)
     ranks = mixes.ranks_of(args.ranks, trace, args.seed)
     work = Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
+    losses.check(losses.parse(args.fail, args.replicas), trace.turns[-1].at)
     print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
     results, took = [], []
     for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):
@@ -99,12 +106,10 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
             results.append(simulate_service(scenario, service, work, policy, route))
         else:
             results.append(_play(scenario, work, policy))
-        took.append(f"{route or policy} {time.perf_counter() - began:.1f} s")
-    setting = results[0]["setting"]
-    print(
-        f"{setting['chips']} x {setting['chip']}, {setting['model']}: pool {setting['device_blocks']} blocks, host "
-        f"{setting['host_blocks']}, of {setting['block_tokens']} tokens; link {setting['link_gbps']:g} GB/s each way\n"
-    )
+        took.append(f"{results[-1].get('route') or policy} {time.perf_counter() - began:.1f} s")
+        if route:  # it may take minutes
+            print(f"simulated {took[-1]}", file=sys.stderr, flush=True)
+    print(heading(results[0]["setting"]))
     print(outcome.table(results) if args.replicas == 1 else outcome.table(results, many.TABLE, ("policy", "route")))
     print(f"\nsimulated in: {', '.join(took)}")
     if args.json is not None:
@@ -112,6 +117,17 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
         record |= {"version": __version__, "commit": commit(), "facts": work.facts.describe(), "runs": results}
         args.json.write_text(json.dumps(record) + "\n")
     return 0
+
+
+def heading(setting: Mapping[str, Any]) -> str:
+    """What was simulated."""
+    count = setting.get("replicas", 1)
+    each = f"{count} replicas, each of " if count > 1 else ""
+    return (
+        f"{each}{setting['chips']} x {setting['chip']}, {setting['model']}: "
+        f"pool {setting['device_blocks']} blocks, host {setting['host_blocks']}, of {setting['block_tokens']} tokens; "
+        f"link {setting['link_gbps']:g} GB/s each way\n"
+    )
 
 
 def check(args: argparse.Namespace, scenario: Scenario) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jlora.errors import ConfigError
 
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
 _FORM = re.compile(rf"({_NUMBER}):r?([0-9]+)(?::({_NUMBER}))?")
 
 
@@ -32,6 +32,8 @@ def parse(texts: Sequence[str], replicas: int) -> tuple[Loss, ...]:
         at, replica, down = found.groups()
         if int(replica) >= replicas:
             raise ConfigError(f"--fail {text[:40]}: must name one of r0 to r{replicas - 1}")
+        if float(at) < 0 or float(down or 0) < 0:
+            raise ConfigError(f"--fail {text[:40]}: T and DOWN_S must be at least 0")
         losses.append(Loss(float(at), int(replica), math.inf if down is None else float(down)))
     back: dict[int, float] = {}
     for loss in (losses := sorted(losses, key=lambda loss: (loss.at, loss.replica))):
@@ -39,3 +41,10 @@ def parse(texts: Sequence[str], replicas: int) -> tuple[Loss, ...]:
             raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come when the replica is back")
         back[loss.replica] = loss.at + loss.down_s
     return tuple(losses)
+
+
+def check(losses: Sequence[Loss], end_s: float) -> None:
+    """Raises ConfigError for a loss after the last turn of the trace, which nobody would notice."""
+    for loss in losses:
+        if loss.at > end_s:
+            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come before the trace ends at {end_s:g} s")

@@ -17,7 +17,7 @@ from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
 from jlora.sim import cli, many, outcome
 from jlora.sim.hardware import CHIPS
-from jlora.sim.scenario import Scenario, Work, settled
+from jlora.sim.scenario import Scenario, Work, pool_blocks, settled
 from jlora.sim.service import TABLE, simulate_service
 from jlora.sim.workloads import flags, mixes
 
@@ -72,8 +72,12 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--on {' '.join(args.on)}: --steps are of one device; name it with --chip if need be")
     if args.replicas is not None:
         raise ConfigError(f"--replicas {args.replicas}: a plan finds the number; --most bounds it")
+    if args.chip is not None and args.on:
+        raise ConfigError(f"--chip {args.chip}: means nothing with --on {' '.join(args.on)}")
+    if args.slo_ms == 0:
+        raise ConfigError("--slo-ms: set the objective, in milliseconds per output token")
     if not args.slo_ms > 0:
-        raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0: a plan needs an objective")
+        raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0")
     if not 0 < args.attain <= 1:
         raise ConfigError(f"--attain {args.attain:g}: must be more than 0 and at most 1")
     if args.hint_s:
@@ -107,9 +111,11 @@ def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
         print(f"{name}: {count} attain {share:.1%} (simulated in {took:.1f} s)", file=sys.stderr, flush=True)
         return share
 
-    facts, step = work.facts, scenario.step_model
+    facts, step, chips = work.facts, scenario.step_model, scenario.hardware.chips
+    pool_blocks(scenario, work)  # raises if a replica has no room
     print(
-        f"{name}, {scenario.hardware.spec.name}, {trace.name}: {facts.requests} requests, {facts.rate:.2f}/s",
+        f"{scenario.hardware.spec.name} on {chips} x {name}, routed by {numbered(args, 1).route[0]}; "
+        f"{trace.name}: {facts.requests} requests, {facts.rate:.2f}/s",
         flush=True,
     )
     wanted = f"{args.attain:.1%} within {args.slo_ms:g} ms per token"
@@ -119,7 +125,7 @@ def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
     count = least(attained, args.attain, args.most, lambda fewer, more: stuck(tried[fewer], tried[more]))
     rows = [{**tried[n], "replicas": n} for n in sorted(tried)]
     print(outcome.table(rows, COLUMNS, ("replicas",)))
-    print(f"{count} x {name}: {wanted}\n" if count else f"{too_few(rows, f'x {name}', wanted)}\n", flush=True)
+    print(f"{enough(count, chips, name)}: {wanted}\n" if count else f"{too_few(rows, wanted)}\n", flush=True)
     kept = [{"replicas": row["replicas"], **row["service"], **row["summary"]} for row in rows]
     return {"chip": name, "replicas": count, "tried": kept}
 
@@ -161,13 +167,19 @@ def stuck(fewer: Result, more: Result) -> bool:
     return same and not late["unfinished"] and waits <= WAITS * whole
 
 
-def too_few(tried: Sequence[Result], whose: str, wanted: str) -> str:
+def enough(replicas: int, chips: int, name: str) -> str:
+    """What to buy."""
+    some = "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return f"{some} of {chips} x {name}" + (f" ({replicas * chips} chips)" if chips > 1 else "")
+
+
+def too_few(tried: Sequence[Result], wanted: str) -> str:
     """What the most that were tried attain, where late answers spend their time, and what would help."""
     last = tried[-1]
     late, over = last["service"]["missed"], len(tried) > 1 and stuck(tried[-2], last)
     parts = sorted(PARTS, key=lambda part: -late[part])
     spent = ", ".join(f"{1e3 * late[part]:.1f} {PARTS[part][0]}" for part in parts if late[part] >= 5e-5)
-    said = f"{last['replicas']} {whose} are too few for {wanted}: they attain {last['service']['attainment']:.1%}. "
+    said = f"{last['replicas']} replicas are too few for {wanted}: they attain {last['service']['attainment']:.1%}. "
     if late["unfinished"]:
         said += f"{late['unfinished']} of {late['answers']} late answers have not ended. "
     if spent:

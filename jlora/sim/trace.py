@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import logging
 import statistics
 import typing
 from collections import Counter
@@ -26,6 +27,8 @@ import numpy as np
 from msgspec import Meta
 
 from jlora.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "session")
 NEEDED = COLUMNS[:3]
@@ -348,7 +351,13 @@ def _rows(path: Path) -> Iterator[_Row]:
             reader = csv.DictReader(file, restval="")
             missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
             if missing:
-                raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it may have {', '.join(COLUMNS)}")
+                raise ConfigError(
+                    f"trace {path}: has no column {missing[0]!r}; its first line must name its columns, separated by "
+                    f"commas, of {', '.join(COLUMNS)}"
+                )
+            for name in reader.fieldnames or ():
+                if name not in COLUMNS:
+                    log.warning("trace %s: column %r is not used; those used are %s", path, name, ", ".join(COLUMNS))
             for line, row in enumerate(reader, 2):
                 yield _row(row, f"trace {path}: line {line}")
     except OSError as e:

@@ -257,6 +257,29 @@ def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
     waits.wait()
 
 
+def test_no_request_moves_to_a_replica_that_has_other_weights():
+    """It was lost there before, for that reason."""
+    with service(2) as two:
+        for replica in two.replicas:
+            replica.paused = True
+        dispatcher = port.dispatcher(two.router)
+        client = submit(two, request("first"))
+        wait_for(lambda: any(replica.running for replica in two.replicas))
+        source, target = sorted(two.replicas, key=lambda replica: not replica.running)
+        (live,) = dispatcher.table.all()
+
+        async def move() -> tuple[bool, bool]:
+            going = Move(live.handle, source.name, target.name, None)
+            live.others.add(target.name)
+            refused = dispatcher.migrate(going)
+            live.others.clear()
+            return refused, dispatcher.migrate(going)
+
+        assert two.loop.run(move()) == (False, True)
+        two.router.abort_named("first")
+        client.wait()
+
+
 def test_a_session_stays_where_a_move_has_brought_it():
     with service(2, policy=SessionSticky()) as two:
         for replica in two.replicas:

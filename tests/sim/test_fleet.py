@@ -15,6 +15,7 @@ from jlora import cli
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.routes import ROUTES
 from jlora.cluster.routing.simple import MostIdle, RoundRobin
+from jlora.cluster.routing.ways import PATH_BPS
 from jlora.cluster.view import View
 from jlora.model.spec import PROJECTIONS
 from jlora.sim.fleet import Fleet
@@ -103,6 +104,24 @@ def test_a_view_is_as_old_as_its_messages_and_knows_what_the_router_sent():
     for count, state in enumerate(early):
         assert sum(sent for sent, _, _ in state.values()) == count
         assert all(running == waiting == 0 for _, running, waiting in state.values())
+
+
+def test_goodput_is_of_the_seconds_in_which_requests_come():
+    """A last answer that takes long lowers nothing."""
+    turns = tuple(Turn(0.5 * i, i, 0, tuple(range(50 * i, 50 * i + 12)), 4 if i < 8 else 2000, None) for i in range(9))
+    work = Work.of(Trace("long", turns, ()), (), NPU)
+    result = simulate_service(Scenario(NPU), Service(1, (), slo_s=1.0), work, "jlora", "most-idle")
+    assert result["device"]["seconds"] > 10 > turns[-1].at == 4.0
+    assert result["service"]["goodput"] == pytest.approx(9 / 4.0)
+
+
+def test_a_replica_tells_how_fast_adapters_come():
+    spec = replace(SPEC, block_bytes=1 << 20)
+    member = Member("r0", spec, policy_of("jlora", spec), takes(0.5))
+    Fleet([member], chats(12, 1), RoundRobin(), Wires(RANKS)).run()
+    seen = member.seen()
+    sizes = [size << 20 for size in SPEC.adapters]
+    assert seen.peer_bps == 0.0 and min(sizes) / 0.5 < seen.path_bps < PATH_BPS
 
 
 def test_padded_kernels_cost_the_largest_rank_and_unpadded_ones_the_sum():

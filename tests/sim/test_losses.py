@@ -167,7 +167,8 @@ def test_transfers_of_a_killed_replica_end(killed: int, of: int, came: float):
     ("text", "said"),
     [
         ("1", "must be T:REPLICA"),
-        ("-1:0", "must be T:REPLICA"),
+        ("-1:0", "T and DOWN_S must be at least 0"),
+        ("1:r1:-3", "T and DOWN_S must be at least 0"),
         ("nan:0", "must be T:REPLICA"),
         ("1:r3", "must name one of r0 to r2"),
         ("1:0:x", "must be T:REPLICA"),
@@ -176,6 +177,12 @@ def test_transfers_of_a_killed_replica_end(killed: int, of: int, came: float):
 def test_a_wrong_schedule_is_named(text: str, said: str):
     with pytest.raises(ConfigError, match=said):
         parse([text], 3)
+
+
+def test_a_loss_that_nobody_would_notice_is_refused(capsys: pytest.CaptureFixture[str]):
+    argv = ["sim", "--workload", "W2", "--seconds", "4", "--rate", "8", "--shrink", "8", "--replicas", "2"]
+    assert cli.main([*argv, "--fail", "500:r1"]) == 1
+    assert "--fail 500:r1: must come before the trace ends" in capsys.readouterr().err
 
 
 def test_a_schedule_is_in_order_and_kills_no_dead_one():

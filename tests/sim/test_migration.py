@@ -36,6 +36,13 @@ class Checked(Fleet):
     """Looks at every answer."""
 
     exact = resumed = delayed = 0
+
+    def __init__(self, *args: Any, **fields: Any):
+        super().__init__(*args, **fields)
+        # When the first move of an adapter to a replica was planned, and made.
+        self.planned: dict[tuple[str, str | None], float] = {}
+        self.came: dict[tuple[str, str | None], float] = {}
+
     waiting: frozenset[int] = frozenset()  # whose moves wait for their adapters
 
     def _put(self, at: float, kind: int, *what: Any) -> None:
@@ -50,10 +57,14 @@ class Checked(Fleet):
 
     def _plan(self, at: float, balance: Balance) -> None:
         super()._plan(at, balance)
+        for move in self.plans[-1].moves:
+            self.planned.setdefault((move.target, move.adapter), at)
         assert self.waiting.isdisjoint(move.key for move in self.plans[-1].moves)
 
     def _migrate(self, at: float, live: Live, target: str) -> None:
         self.resumed += live.outputs is not None
+        if live.asked.adapter is not None:
+            self.came.setdefault((target, live.asked.adapter), at)
         super()._migrate(at, live, target)
 
     def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
@@ -63,10 +74,10 @@ class Checked(Fleet):
         super()._ended(live, told, now)
 
 
-def crowded(balance: Balance | None, fetch_s: float = 0.0) -> Checked:
+def crowded(balance: Balance | None, fetch_s: float = 0.0, delay_s: float = 0.002) -> Checked:
     spec = replace(SPEC, engine=replace(SPEC.engine, max_seqs=4))
     members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(fetch_s)) for i in range(3)]
-    fleet = Checked(members, chats(30, 2, rate=40.0), Crowding(), Wires(RANKS, 0.002, balance=balance))
+    fleet = Checked(members, chats(30, 2, rate=40.0), Crowding(), Wires(RANKS, delay_s, balance=balance))
     fleet.run()
     return fleet
 
@@ -95,6 +106,13 @@ def test_some_move_in_the_middle_of_their_answers_and_the_solver_plans_it():
     assert fleet.resumed > 0
     assert all(plan.after_s < 0.9 * plan.before_s for plan in fleet.plans if plan.moves)
     assert any(plan.solved for plan in fleet.plans)
+
+
+def test_a_router_knows_of_an_adapter_when_a_message_has_told_it():
+    """It asks for the adapter and hears of it, half a second each way."""
+    fleet = crowded(BALANCE, fetch_s=0.1, delay_s=0.5)
+    takes_s = [at - fleet.planned[pair] for pair, at in fleet.came.items()]
+    assert takes_s and min(takes_s) >= BALANCE.solve_s + 0.5 + 0.1 + 0.5
 
 
 def test_equal_runs_are_equal():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import pytest
 
 from jlora import cli
 from jlora.cluster.asking import LOOK_S
-from jlora.cluster.homes import Kind, Rule
+from jlora.cluster.homes import Kind, Rule, Todo
 from jlora.cluster.placement import moves
 from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
@@ -33,14 +34,18 @@ def shifting(count: int = 120) -> Trace:
 
 
 def placed(
-    kind: Kind, ahead: bool = True, fetch_s: float = 0.3, every_s: float = 2.0, loads: dict[int, float] | None = None
+    kind: Kind,
+    ahead: bool = True,
+    every_s: float = 2.0,
+    loads: dict[int, float] | None = None,
+    delay_s: float = 0.001,
 ) -> tuple[Fleet, Placing]:
     spec = replace(SPEC, adapters=SIZES)
-    members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(fetch_s)) for i in range(4)]
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(0.3)) for i in range(4)]
     placing = Placing(
         Placed(Rule(kind, ahead), RANKS, SIZES, POINTS, 100, 100, every_s=every_s, loads=loads or {}), members
     )
-    return Fleet(members, shifting(), placing.table, Wires(RANKS, 0.001, placing, every_s)), placing
+    return Fleet(members, shifting(), placing.table, Wires(RANKS, delay_s, placing, every_s)), placing
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -138,6 +143,25 @@ def test_there_is_one_look_at_a_time_however_many_time_steps_end_before_it_settl
     monkeypatch.setattr(placing, "round", lambda there, now, close: looks.append(now) or play(there, now, close))
     fleet.run()
     assert 0 < len(looks) <= fleet.now / LOOK_S + fleet.now / every_s + 2
+
+
+def test_a_controller_sees_what_messages_have_told_it(monkeypatch: pytest.MonkeyPatch):
+    """With a delay of a second it asks for adapters that have come, and does not switch to them yet."""
+    fleet, placing = placed("loraserve", delay_s=1.0)
+    play, unseen, early = placing.round, 0, 0
+
+    def watched(there: Mapping[str, Set[str]], now: float, close: bool) -> Todo:
+        nonlocal unseen, early
+        todo = play(there, now, close)
+        here = {(str(i), n) for n, member in fleet.members.items() for i in range(len(SIZES)) if member.has(i)}
+        told = {(key, name) for name, keys in there.items() for key in keys}
+        unseen += len(here - told)
+        early += sum((key, name) not in told for key, parts in placing.table.parts.items() for name in parts)
+        return todo
+
+    monkeypatch.setattr(placing, "round", watched)
+    fleet.run()
+    assert unseen > 0 == early and placing.moved
 
 
 def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replicas():

@@ -39,7 +39,7 @@ def test_a_plan_of_two_chips_prints_what_it_tried(trace: str, tmp_path: Path, ca
     told = capsys.readouterr().out
     slow, fast = json.loads(out.read_text())["plans"]
     assert slow["replicas"] > fast["replicas"] >= 1
-    assert f"{slow['replicas']} x a10: 99.0% within 40 ms per token" in told
+    assert f"{slow['replicas']} replicas of 1 x a10: 99.0% within 40 ms per token" in told
     for plan in (slow, fast):
         by_count = {each["replicas"]: each["attainment"] for each in plan["tried"]}
         assert by_count[plan["replicas"]] >= 0.99
@@ -51,7 +51,9 @@ def test_a_plan_of_two_chips_prints_what_it_tried(trace: str, tmp_path: Path, ca
     [
         ([], "--on: name the chips to compare, of npu, a100"),
         (["--on", "l40s", "--slo-ms", "40"], "--on: invalid choice: 'l40s' (choose from"),
-        (["--on", "a10"], "--slo-ms 0: must be more than 0"),
+        (["--on", "a10"], "--slo-ms: set the objective, in milliseconds per output token"),
+        (["--on", "a10", "--slo-ms", "40", "--chip", "h100"], "--chip h100: means nothing with --on a10"),
+        (["--on", "a10", "--slo-ms", "40", "--model", "llama-3.1-70b"], "no room"),
         (["--on", "a10", "--steps", "step.json", "--slo-ms", "40"], "--on a10: --steps are of one device"),
         (["--on", "a10", "--slo-ms", "40", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: nowhere is no"),
         (["--on", "a10", "--slo-ms", "nan"], "--slo-ms nan: must be more than 0"),
@@ -86,7 +88,7 @@ def test_where_the_most_are_too_few_it_says_what_they_attain_and_what_limits(
 ):
     assert cli.main(["plan", "--trace", trace, "--slo-ms", "60", "--on", "a10", "--most", "2"]) == 1
     told = capsys.readouterr()
-    found = re.search(r"2 x a10 are too few for 99.0% within 60 ms per token: they attain (\d+\.\d)%", told.out)
+    found = re.search(r"2 replicas are too few for 99.0% within 60 ms per token: they attain (\d+\.\d)%", told.out)
     assert found and 0 <= float(found[1]) < 99
     assert (
         "A late answer takes" in told.out and "in decode" in told.out and "More replicas may help (--most)" in told.out
@@ -107,7 +109,7 @@ def test_a_plan_stops_where_more_replicas_bring_nothing(tmp_path: Path, capsys: 
     path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{4 * i},3000,4\n" for i in range(12)))
     assert cli.main(["plan", "--trace", str(path), "--slo-ms", "60", "--on", "a10", "--json", str(out)]) == 1
     told = capsys.readouterr().out
-    assert "x a10 are too few" in told and "More replicas bring nothing; what helps: a faster chip" in told
+    assert "replicas are too few" in told and "More replicas bring nothing; what helps: a faster chip" in told
     assert re.search(r"ms per token: \d+\.\d in prefill", told)
     assert max(each["replicas"] for each in json.loads(out.read_text())["plans"][0]["tried"]) <= 4
 

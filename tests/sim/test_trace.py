@@ -54,6 +54,13 @@ def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):
         read_csv(tmp_path / "no.csv", vocab=100)
 
 
+def test_a_column_that_is_not_used_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "mine.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,sesion\n0,8,4,a\n")
+    assert len(read_csv(path, vocab=100).turns) == 1
+    assert "column 'sesion' is not used" in caplog.text
+
+
 def test_a_csv_of_a_spreadsheet_without_adapters_and_sessions_is_read(tmp_path: Path):
     path = tmp_path / "mine.csv"
     path.write_text("\ufeffarrival_s,prompt_tokens,output_tokens\n0,8,4\n1,9,2\n", encoding="utf-8")

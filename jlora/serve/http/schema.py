@@ -180,7 +180,7 @@ class CompletionBody(_with(GenerationBody, _COMPLETION), kw_only=True):
 
     def most_tokens(self) -> int:
         """For the engine, which draws at least one."""
-        return MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, int(self.bare))
+        return MAX_TOKENS if self.max_tokens is None else 1 if self.bare else self.max_tokens
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Every prompt. Raises InvalidArgument for a list of both ids and prompts."""

@@ -52,6 +52,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"n": 65}, "n", ("[1, 64]",)),
     ({"n": True}, "n", ("int",)),
     ({"max_tokens": 0}, "max_tokens", ("at least 1",)),
+    ({"max_tokens": -1}, "max_tokens", ("max_tokens = -1", "at least 1")),
     ({"stop": [""]}, "stop[0]", ("empty",)),
     ({"stop_token_ids": [VOCAB]}, "stop_token_ids[0]", (f"[0, {VOCAB})",)),
     ({"logit_bias": {"x": 1}}, "logit_bias", ("int",)),
