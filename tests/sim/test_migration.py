@@ -111,7 +111,7 @@ def test_some_move_in_the_middle_of_their_answers_and_the_solver_plans_it():
 def test_a_router_knows_of_an_adapter_when_a_message_has_told_it():
     """It asks for the adapter and hears of it, half a second each way."""
     fleet = crowded(BALANCE, fetch_s=0.1, delay_s=0.5)
-    takes_s = [at - fleet.planned[pair] for pair, at in fleet.came.items()]
+    takes_s = [at - fleet.planned[pair] for pair, at in fleet.came.items() if pair[0] != "r0"]  # which had them all
     assert takes_s and min(takes_s) >= BALANCE.solve_s + 0.5 + 0.1 + 0.5
 
 
