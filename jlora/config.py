@@ -382,6 +382,12 @@ def _checked(config: Config) -> Config:
         ),
         *(("cluster.addresses", a, _is_address(a), "HOST:PORT") for a in f.addresses),
         ("cluster.ray_address", f.ray_address, not f.ray_address or f.fleet == "ray", "empty unless fleet is ray"),
+        (
+            "cluster.placement",
+            f.placement,
+            (f.placement, f.routing) != ("dlora", "loraserve"),
+            "off or loraserve when cluster.routing is loraserve",
+        ),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),
     ]
     for key, value, ok, limit in rules:

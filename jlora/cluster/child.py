@@ -117,7 +117,8 @@ class Child:
         end = self.wait()
         if late.is_set():
             raise Unavailable(f"replica {self.name}: not ready after cluster.start_timeout_s = {limit:g} s")
-        raise Unavailable(f"replica {self.name}: ended with code {end.code} before it was ready: {end.reason}")
+        why = f": {end.reason}" if end.reason else ""
+        raise Unavailable(f"replica {self.name}: ended with code {end.code} before it was ready{why}")
 
     def wait(self) -> Exit:
         """Waits for the end of the process."""

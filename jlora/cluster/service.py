@@ -74,8 +74,6 @@ def steps_of(config: Config) -> Steps | None:
     if cluster.placement == "off" and not routed:
         return None
     if cluster.placement == "dlora":
-        if routed:
-            raise ConfigError("cluster.placement = dlora: cluster.routing = loraserve needs loraserve's placement")
         return Steps(None, Rule("dlora", routed=False), cluster.placement_s)
     if not config.engine.step_model:
         raise ConfigError(f"cluster.placement = loraserve: {UNFITTED}")

@@ -106,7 +106,7 @@ def told(server: str, error: grpc.RpcError) -> str:
     if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("handshak", "ssl", "tls")):
         return f"{server} does not speak this kind of TLS, or is not trusted: see --tls-ca ({details})"
     if code == grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
-        return f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
+        return f"no server answers at {server}; start one with `jlora serve` or `jlora cluster`"
     return f"{code.name}: {details}"
 
 

@@ -152,7 +152,7 @@ def test_dloras_preload_gives_more_homes_to_what_is_asked_for_more():
     "settings, message",
     [
         ({"cluster.placement": "loraserve"}, "cluster.placement = loraserve: .*engine.step_model"),
-        ({"cluster.placement": "dlora", "cluster.routing": "loraserve"}, "needs loraserve's placement"),
+        ({"cluster.placement": "dlora", "cluster.routing": "loraserve"}, "must be off or loraserve when"),
         ({"cluster.placement": "tidy"}, "cluster.placement"),
     ],
 )

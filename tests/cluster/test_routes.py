@@ -64,10 +64,10 @@ def test_every_policy_routes_a_live_router(name: str, steps: str):
 def test_what_predicts_needs_a_step_model_before_anything_starts(name: str, tmp_path: Path):
     static = {"cluster.fleet": "static", "cluster.addresses": "127.0.0.1:1"}
     without = config(name, **static)
-    with pytest.raises(ConfigError, match=f"cluster.routing = {name}: it predicts times: set engine.step_model"):
+    with pytest.raises(ConfigError, match=f"cluster.routing = {name!r}: needs engine.step_model"):
         cluster.run(without, StaticFleet(without.cluster))
     (tmp_path / "torn.json").write_text("{")
-    with pytest.raises(ConfigError, match=f"cluster.routing = {name}: step model .*torn.json"):
+    with pytest.raises(ConfigError, match=f"cluster.routing = {name!r}: step model .*torn.json"):
         policy_of(config(name, engine__step_model=str(tmp_path / "torn.json")))
 
 

@@ -22,7 +22,7 @@ from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.step_model import FittedSteps
 
-UNFITTED = "it predicts times: set engine.step_model to a file of `jlora doctor fit`"
+UNFITTED = "needs engine.step_model, a file of `jlora doctor fit --model DIR`"
 LORASERVE = "loraserve"  # not in `ROUTES`: it routes by a placement that a controller makes
 
 
@@ -76,7 +76,7 @@ def policy_of(config: Config) -> Policy:
             known = replace(known, steps=steps, ways=ways_of(steps))
         return _placed(known) if name == LORASERVE else ROUTES[name](known)
     except ConfigError as e:
-        raise ConfigError(f"cluster.routing = {name}: {e}") from e
+        raise ConfigError(f"cluster.routing = {name!r}: {e}") from e
 
 
 def _placed(known: Known) -> Table:
