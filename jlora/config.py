@@ -385,7 +385,7 @@ def _checked(config: Config) -> Config:
         (
             "cluster.placement",
             f.placement,
-            (f.placement, f.routing) != ("dlora", "loraserve"),
+            bool(f.controller) or (f.placement, f.routing) != ("dlora", "loraserve"),
             "off or loraserve when cluster.routing is loraserve",
         ),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),

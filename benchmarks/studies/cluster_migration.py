@@ -171,5 +171,5 @@ def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any
 
 
 def by(since_s: float, tpot_s: float, tokens: int) -> int:
-    """Tokens of an answer that have come so long after its first one."""
+    """Tokens of an answer, of those that have ended, that had come so long after its first one."""
     return 0 if since_s < 0 else min(tokens, 1 + int(since_s / tpot_s)) if tpot_s else tokens

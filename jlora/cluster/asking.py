@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from jlora.cluster.homes import Pair
 
@@ -26,17 +26,17 @@ class Asking:
         """A time step begins."""
         self._again.clear()
 
-    def due(self, lacking: Sequence[Pair], now: float) -> list[Pair]:
-        """Those to ask for now. `lacking`: all that a look has found.
+    def due(self, lacking: Sequence[Pair], now: float) -> Iterator[Pair]:
+        """Those to ask for now; each counts as asked for from then on.
 
         If an adapter came and is missing again, the replica's cache has dropped it for something worth more: the next
         time step asks again.
+
+        Args:
+            lacking: all that a look has found.
         """
         self._again |= dict.fromkeys(self._again.keys() - set(lacking), math.inf)
         coming = Counter(name for (_, name), again in self._again.items() if now < again < math.inf)
-        return list(self._taken(lacking, coming, now))
-
-    def _taken(self, lacking: Sequence[Pair], coming: Counter[str], now: float) -> Iterable[Pair]:
         for pair in lacking:
             name = pair[1]
             if self._again.get(pair, 0.0) <= now and coming[name] < COMING:

@@ -14,14 +14,15 @@ from jlora.cluster.view import Held, ReplicaView, View
 class _Book:
     waiting: Counter[int] = field(default_factory=Counter)
     running: Counter[int] = field(default_factory=Counter)
-    wanted: Counter[tuple[str, int]] = field(default_factory=Counter)  # adapters of those that wait, with their ranks
+    wanted: dict[str, tuple[int, int]] = field(default_factory=dict)  # adapter -> requests that wait, and its rank
     tokens: int = 0
     context: int = 0
     uncached: int = 0
 
     def held(self) -> Held:
         waiting, running = ({rank: n for rank, n in all.items() if n} for all in (self.waiting, self.running))
-        return Held(waiting, running, self.tokens, self.context, self.uncached, dict(self.wanted.keys()))
+        wanted = {key: rank for key, (_, rank) in self.wanted.items()}
+        return Held(waiting, running, self.tokens, self.context, self.uncached, wanted)
 
     def waits(self, name: str, ask: Ask, change: Literal[1, -1]) -> None:
         """One request more, or less, that waits at the replica of this name."""
@@ -29,10 +30,9 @@ class _Book:
         self.tokens += change * ask.prompt
         self.uncached += change * (ask.prompt - ask.cached.get(name, 0))  # as its router believes
         if ask.adapter is not None:
-            key = ask.adapter, ask.rank
-            self.wanted[key] += change
-            if not self.wanted[key]:
-                del self.wanted[key]
+            count, rank = self.wanted.pop(ask.adapter, (0, 0))
+            if count + change:
+                self.wanted[ask.adapter] = count + change, max(rank, ask.rank)
 
 
 class Books:

@@ -37,7 +37,7 @@ from jlora.ports import System
 
 log = logging.getLogger(__name__)
 
-# Further routers hear of a switch within a beat. One look later no router asks the old homes any more, and they drop.
+# Further routers hear of a switch within a beat: one look later no router asks the old homes any more, and they drop.
 assert LOOK_S > BEAT_S
 
 

@@ -27,7 +27,7 @@ from jlora.sim import losses, many, outcome
 from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.link import LATENCY_S
-from jlora.sim.replay import start_of
+from jlora.sim.replay import end_of, start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
 from jlora.sim.service import TABLE, simulate_service
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     trace = trace_of(args, scenario.hardware)
     ranks = mixes.ranks_of(args.ranks, trace, args.seed)
     work = Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
-    losses.check(losses.parse(args.fail, args.replicas), trace.turns[-1].at)
+    losses.check(losses.parse(args.fail, args.replicas), end_of(trace))
     print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
     results, took = [], []
     for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):

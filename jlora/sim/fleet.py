@@ -5,7 +5,7 @@ come to its time, so a router sees exactly the messages that have reached it.
 
     turn     due: the policy chooses a replica from the router's books
     start    the request reaches the replica, `delay_s` later
-    wake     the replica steps, or tends its idle cache
+    wake     the replica steps, or tends its idle cache; tell: one that sleeps may have news
     place    a time step of the placement ends; look: adapters may have come to their new places
     fetch    a replica is asked for an adapter; drop: it may drop one
     balance  the router plans moves; move: a plan is solved, or an adapter may have come to where a request moves
@@ -21,83 +21,32 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from jlora.cluster.balance import ARRIVE_S, Balancer, Job, Move, Plan, Terms
+from jlora.cluster.balance import ARRIVE_S, Balancer, Job, Plan, Terms
 from jlora.cluster.books import Books
 from jlora.cluster.demand import Told
 from jlora.cluster.prefixes import Prefixes
-from jlora.cluster.requests import PATIENCE_S, Routed, Table
+from jlora.cluster.requests import PATIENCE_S, Table
 from jlora.cluster.routing import policy as routing
 from jlora.cluster.view import THERE, ReplicaView
 from jlora.errors import ResourceExhausted
 from jlora.sim.device import answer
 from jlora.sim.losses import Loss
 from jlora.sim.member import Member
+from jlora.sim.parts import Live, Moves, Side
 from jlora.sim.placing import Placing
 from jlora.sim.replay import Ask, Pass, request_of, seed_of
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Balance, Wires
 from jlora.types import Request, TokenEvent
 
-LOOK_S = 0.05  # between two looks for adapters of requests that move, as in a live router
+LOOK_S, AGAIN_S = 0.05, 1.0  # of a live balance: between two looks for adapters, and before it asks for one again
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
 PUMP_S = 0.05  # between two looks at requests without a replica
 # In this order, of those at one time.
-MESSAGE, TURN, START, WAKE, FETCH, DROP, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(15)
-
-
-@dataclass(slots=True)
-class Live:
-    """A request that the router has sent and that has not ended.
-
-    Attributes:
-        routed: the router's own record: what it has delivered, and the attempt under way.
-        asked: of that attempt; outputs: tokens that it has delivered, None before the first.
-    """
-
-    turn: Turn
-    ask: Ask
-    routed: Routed
-    chain: Sequence[int]
-    asked: routing.Ask
-    outputs: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The request's at its replica."""
-        return f"{self.routed.request.id}+{self.routed.rid}"
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Moves of a plan that wait for their adapters. `asked`: the adapters have been asked for."""
-
-    moves: Sequence[Move]
-    until: float
-    asked: bool = False
-
-
-@dataclass(slots=True)
-class Side:
-    """What the fleet keeps of one replica, until it is killed.
-
-    Attributes:
-        names: its requests by name; handles: as its engine knows them.
-        killed: when; what it would have said later is never heard.
-    """
-
-    member: Member
-    wakes: float = math.inf  # the valid one of its wakes in the heap
-    spoke: float = -math.inf
-    names: dict[str, Live] = field(default_factory=dict)
-    handles: dict[str, int] = field(default_factory=dict)
-    killed: float = math.inf
-
-    @property
-    def up(self) -> bool:
-        return math.isinf(self.killed)
+MESSAGE, TURN, START, WAKE, TELL, FETCH, DROP, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(16)
 
 
 class Fleet(Pass):
@@ -126,12 +75,12 @@ class Fleet(Pass):
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._happens: Mapping[int, Callable[..., None]] = {
-            MESSAGE: self._hear, START: self._begin, WAKE: self._wake, FETCH: self._fetch, DROP: self._drop,
-            PLACE: self._close, LOOK: self._look, CANCEL: self._cancel, BALANCE: self._plan, MOVE: self._move,
-            KILL: self._kill, LOST: self._lost, BACK: self._back, PUMP: self._pump,
+            MESSAGE: self._hear, START: self._begin, WAKE: self._wake, TELL: self._news, FETCH: self._fetch,
+            DROP: self._drop, PLACE: self._close, LOOK: self._look, CANCEL: self._cancel, BALANCE: self._plan,
+            MOVE: self._move, KILL: self._kill, LOST: self._lost, BACK: self._back, PUMP: self._pump,
         }  # fmt: skip
         for side in self._sides.values():
-            self._books.heard(side.member.seen())
+            self._books.heard(side.member.seen(self._start))
             self._sleep(side)
         if wires.placing is not None:
             self._put(self._start + wires.every_s, PLACE, wires.placing)
@@ -156,6 +105,7 @@ class Fleet(Pass):
                     self.now = min(at, stop) - self._start
                     return
                 heapq.heappop(self._heap)
+                assert at - self._start > self.now - 1e-6, "an event lies in the past"
                 self.now = at - self._start
                 self._happens[kind](at, *what)
             elif at >= stop or due is None:
@@ -303,8 +253,8 @@ class Fleet(Pass):
         plan = self._balancer.plan(self._books.view, [self._job(live, now) for live in self._lives.values()])
         self.plans.append(plan)
         if plan.moves:
-            self._put(at + balance.solve_s, MOVE, Moves(plan.moves, at + ARRIVE_S))
-        self._put(at + max(balance.every_s, balance.solve_s), BALANCE, balance)  # plans do not overlap
+            self._put(at + balance.solve_s, MOVE, Moves(plan.moves, at + balance.solve_s + ARRIVE_S))
+        self._put(at + balance.solve_s + balance.every_s, BALANCE, balance)
 
     def _job(self, live: Live, now: float) -> Job:
         waited = now - live.routed.sent if live.outputs is None else 0.0
@@ -318,7 +268,7 @@ class Fleet(Pass):
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""
-        waiting = []
+        waiting, due = [], at >= moves.asked + AGAIN_S
         for move in moves.moves:
             self._bound.pop(move.key, None)
             live, target = self._lives.get(move.key), self._books.view[move.target]
@@ -330,11 +280,11 @@ class Fleet(Pass):
                 self._migrate(at, live, move.target)
                 continue
             waiting.append(move)
-            if not moves.asked:
+            if due:
                 self._put(at + self._wires.delay_s, FETCH, self._sides[move.target], int(move.adapter))
         if waiting and at < moves.until:
             self._bound.update((move.key, move.target) for move in waiting)
-            self._put(at + LOOK_S, MOVE, Moves(waiting, moves.until, asked=True))
+            self._put(at + LOOK_S, MOVE, Moves(waiting, moves.until, at if due else moves.asked))
 
     def _migrate(self, at: float, live: Live, target: str) -> None:
         """The router's own path: the old attempt is cancelled, and the next one goes on behind its tokens."""
@@ -390,7 +340,7 @@ class Fleet(Pass):
         member = self._wires.again(name)
         member.clock.advance(at)
         side = self._sides[name] = Side(member)
-        self._put(at + self._wires.delay_s, MESSAGE, side, (), member.seen())
+        self._put(at + self._wires.delay_s, MESSAGE, side, (), member.seen(at))
         self._sleep(side)
 
     def _pump(self, at: float) -> None:
@@ -422,8 +372,7 @@ class Fleet(Pass):
         member = side.member
         if not side.up:
             return
-        if at > member.clock.now:  # it sleeps
-            member.idle(at)
+        _bring(member, at)
         if request.id != live.name:  # it has moved meanwhile
             return
         try:
@@ -440,28 +389,26 @@ class Fleet(Pass):
         handle = side.handles.pop(name, None)
         if handle is None:
             return
-        if at > side.member.clock.now:  # it sleeps
-            side.member.idle(at)
+        _bring(side.member, at)
         side.member.engine.abort(handle)
         if side.wakes > side.member.clock.now:
             self._wake_at(side, side.member.clock.now)
 
     def _fetch(self, at: float, side: Side, adapter: int) -> None:
-        """Brings an adapter in; a replica that sleeps wakes up and begins."""
+        self._reach(at, side, side.member.ask, adapter)
+
+    def _drop(self, at: float, side: Side, adapter: int) -> None:
+        self._reach(at, side, side.member.forget, adapter)
+
+    def _reach(self, at: float, side: Side, act: Callable[[int], None], adapter: int) -> None:
+        """What a controller asks for reaches a replica; one that sleeps wakes up."""
         if not side.up:
             return
-        asleep = not side.member.busy
-        if asleep:
-            side.member.idle(at)
-        side.member.ask(adapter)
+        if asleep := not side.member.busy:
+            _bring(side.member, at)
+        act(adapter)
         if asleep:
             self._wake_at(side, at)
-
-    def _drop(self, _: float, side: Side, adapter: int) -> None:
-        if side.up:
-            side.member.forget(adapter)
-            if not side.member.busy:  # its next message tells so
-                self._sleep(side)
 
     def _wake(self, at: float, side: Side) -> None:
         member = side.member
@@ -481,19 +428,36 @@ class Fleet(Pass):
             self._sleep(side)
 
     def _tell(self, side: Side, events: Sequence[TokenEvent]) -> None:
-        """A message, if there is something to tell or the last one was a while ago."""
+        """A message, if there are tokens or the last one was a while ago."""
         now = side.member.clock.now
-        if events or side.member.news or now >= side.spoke + STATE_S:
-            side.spoke = now
-            self._put(now + self._wires.delay_s, MESSAGE, side, events, side.member.seen())
+        if events or now >= side.spoke + STATE_S:
+            self._say(now, side, events)
+
+    def _news(self, at: float, side: Side) -> None:
+        """A message of a replica that sleeps, if adapters may have come or gone."""
+        if side.up and side.member.news:
+            self._say(at, side, ())
+
+    def _say(self, at: float, side: Side, events: Sequence[TokenEvent]) -> None:
+        side.spoke = at
+        self._put(at + self._wires.delay_s, MESSAGE, side, events, side.member.seen(at))
 
     def _sleep(self, side: Side) -> None:
-        self._wake_at(side, side.member.wakes)
+        member = side.member
+        self._wake_at(side, member.wakes)
+        if member.news:
+            self._put(max(member.clock.now, member.looks), TELL, side)
 
     def _wake_at(self, side: Side, at: float) -> None:
         side.wakes = at
         if not math.isinf(at):
             self._put(at, WAKE, side)
+
+
+def _bring(member: Member, at: float) -> None:
+    """A replica that sleeps comes to this time."""
+    while at > member.clock.now:
+        member.idle(at)
 
 
 def _nowhere(events: list[TokenEvent]) -> None:

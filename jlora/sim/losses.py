@@ -44,7 +44,7 @@ def parse(texts: Sequence[str], replicas: int) -> tuple[Loss, ...]:
 
 
 def check(losses: Sequence[Loss], end_s: float) -> None:
-    """Raises ConfigError for a loss after the last turn of the trace, which nobody would notice."""
+    """Raises ConfigError for a loss after the end of the simulation, which nobody would notice."""
     for loss in losses:
         if loss.at > end_s:
-            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come before the trace ends at {end_s:g} s")
+            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come before all ends at {end_s:g} s")

@@ -26,6 +26,7 @@ class Member(Replica):
     Attributes:
         fetched: blocks fetched so far; received: requests so far.
         most, most_blocks: the most adapters in memory at once, and their blocks; those being fetched count.
+        news: adapters may have come or gone since the last look at the tiers.
 
     Args:
         spec: its `adapters` are the sizes of those that the service has; it begins with none of them.
@@ -37,6 +38,7 @@ class Member(Replica):
         self.uplink = Uplink()
         self.fetched = self.received = 0
         self.most = self.most_blocks = 0
+        self.news = False
         self.indices: dict[int, int] = {}  # uid -> index
         self._uids: dict[int, int] = {}  # index -> uid of the version in service
         self._asked: deque[int] = deque()  # to fetch when nothing more urgent is
@@ -44,8 +46,7 @@ class Member(Replica):
         self._sizes = spec.adapters
         self._way = way
         self._reading: tuple[Coming, Reading, float] | None = None  # since when
-        self._bps = {True: 0.0, False: 0.0}  # from peers and from paths, as a live one measures them; 0: not yet
-        self._news = False  # an adapter has come or gone since the last look at the tiers
+        self._bps = {True: 0.0, False: 0.0}  # from peers, and from paths; 0: not measured yet
         self._tiers: dict[str, str] = {}
         self._looked = -math.inf
         super().__init__(replace(spec, adapters=()), policy)
@@ -83,9 +84,9 @@ class Member(Replica):
         """Another one has ended: what is on its way from there begins anew, from the next holder or the path."""
         if self._reading is None:
             return
-        coming, reading, began = self._reading
+        coming, reading, _ = self._reading
         if isinstance(coming, Transfer) and coming.uplink is other.uplink and coming.ends > at:
-            self._reading = self._way(self.indices[reading.node.uid], at), reading, began
+            self._reading = self._way(self.indices[reading.node.uid], at), reading, at
 
     def has(self, adapter: int) -> bool:
         """Whether the adapter is in its memory."""
@@ -97,7 +98,7 @@ class Member(Replica):
         if self.has(adapter):
             self.engine.adapters.remove(str(adapter))
             del self._uids[adapter]
-            self._news = True
+            self.news = True
 
     def _here(self, uid: int) -> bool:
         node = self.manager.adapters.get(uid)
@@ -125,7 +126,9 @@ class Member(Replica):
         return super().submit(request, at)
 
     def step(self, until: float) -> list[TokenEvent]:
-        return super().step(min(until, self._fetch()))
+        events = super().step(min(until, self._fetch()))
+        self.news |= not self.busy  # asleep, it tells nothing of what this step has evicted
+        return events
 
     def idle(self, until: float) -> None:
         super().idle(min(until, self._fetch()))
@@ -133,8 +136,8 @@ class Member(Replica):
     @property
     def wakes(self) -> float:
         """When an idle replica has something to do again."""
-        arrival, told = self._fetch(), self._looked + TIERS_S if self._news else math.inf
-        return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival, told)
+        arrival = self._fetch()
+        return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival)
 
     def _fetch(self) -> float:
         """Completes fetches that have arrived and starts new ones; returns when the next arrives."""
@@ -144,7 +147,7 @@ class Member(Replica):
                 coming, reading, began = self._reading
                 if coming.ends > self.clock.now:
                     return coming.ends
-                self._reading, self._news = None, True
+                self._reading, self.news = None, True
                 self.fetched += reading.node.size
                 self._measured(isinstance(coming, Transfer), reading.node.size, coming.ends - began)
                 self.engine.arrived(reading, self._new(self.indices[reading.node.uid]))
@@ -157,8 +160,9 @@ class Member(Replica):
             self._reading = self._way(self.indices[begun[0].node.uid], self.clock.now), begun[0], self.clock.now
 
     def _measured(self, peer: bool, blocks: int, seconds: float) -> None:
-        known = self._bps[peer] or (PEER_BPS if peer else PATH_BPS)
-        self._bps[peer] = learned(known, blocks * self.spec.block_bytes, seconds)
+        if seconds > 0 and self.spec.block_bytes:  # else every host has all adapters, or nobody wants to know
+            known = self._bps[peer] or (PEER_BPS if peer else PATH_BPS)
+            self._bps[peer] = learned(known, blocks * self.spec.block_bytes, seconds)
 
     def _hinted(self, adapter: int) -> bool:
         """Whether the engine takes the hint; at most some are open at once."""
@@ -172,15 +176,15 @@ class Member(Replica):
     # -- what it says -----------------------------------------------------------------------
 
     @property
-    def news(self) -> bool:
-        """Whether a message has to tell of an adapter that has come or gone."""
-        return self._news and self.clock.now >= self._looked + TIERS_S
+    def looks(self) -> float:
+        """When its tiers are looked at next, at the earliest."""
+        return self._looked + TIERS_S
 
-    def seen(self) -> ReplicaView:
-        """Its state, as a message tells it."""
+    def seen(self, at: float) -> ReplicaView:
+        """Its state, as a message of this time tells it."""
         scheduler, device = self.scheduler, self.manager.device
-        if self.clock.now >= self._looked + TIERS_S:
-            self._looked, self._news = self.clock.now, False
+        if at >= self.looks:
+            self._looked, self.news = at, False
             nodes = self.manager.adapters
             self._tiers = {str(index): _tier(nodes[uid]) for uid, index in self.indices.items() if uid in nodes}
         counts = scheduler.active, scheduler.pending

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -49,6 +49,7 @@ class Placing:
         self._load = Load(Recent(loads) if placed.rule.kind == "dlora" else Trend())
         self._homes = Homes(placed.rule)
         self._asking = Asking()
+        self._lacking = False  # homes lacked adapters at the last look
         by_name = {member.name: member for member in members}
         self._planned = set(by_name)  # the replicas of the last plan
         first = dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)  # LoRAServe does not know them, dLoRA does
@@ -72,7 +73,7 @@ class Placing:
 
         Args:
             there: replica that is up -> adapters in its memory, as its last message says.
-            close: a time step ends now, and the next one has a plan of its own.
+            close: a time step ends now.
         """
         if close:
             self._rates = self._load.close(self._placed.every_s)
@@ -80,14 +81,15 @@ class Placing:
             self._plan(there)
         todo = self._homes.look(there)
         self.table.parts = self._homes.parts
-        return Todo(self._asking.due(todo.fetch, now), todo.drop)
+        self._lacking = bool(todo.fetch)
+        return Todo(list(self._asking.due(todo.fetch, now)), todo.drop)
 
     @property
     def settled(self) -> bool:
         """Whether another round has nothing to do, if nothing changes."""
-        return self._homes.settled
+        return self._homes.settled and not self._lacking
 
-    def _plan(self, names: Iterable[str]) -> None:
+    def _plan(self, names: Collection[str]) -> None:
         self._planned = set(names)
         if self._placed.rule.kind not in ("loraserve", "dlora") or not self._planned:  # the others are placed once
             return
@@ -96,7 +98,7 @@ class Placing:
         self.moved += len(moves(last, self._homes.wanted)[0])
         self._asking.begin()
 
-    def _room(self, names: Iterable[str]) -> Room:
+    def _room(self, names: Collection[str]) -> Room:
         placed = self._placed
         return Room(dict.fromkeys(names, placed.room), dict.fromkeys(names, int(HOST * placed.host)), placed.points)
 

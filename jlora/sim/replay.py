@@ -46,15 +46,22 @@ class Ask:
     replica: str = ""
 
 
+def end_of(trace: Trace) -> float:
+    """When a pass ends at the latest.
+
+    A closed loop's times assume that answers take no time, so they do not tell when it ends.
+    """
+    last = max((turn.at for turn in trace.turns), default=0.0)
+    return math.inf if trace.users else last + max(GRACE * last, LEAST_GRACE_S)
+
+
 class Pass(ABC):
     """One pass of a trace, begun and ended alike whatever answers it. `asks` has every turn sent, history included."""
 
     def __init__(self, trace: Trace):
         self.asks: list[Ask] = []
         self._start = start_of(trace)
-        last = max((turn.at for turn in trace.turns), default=0.0)
-        # A closed loop's times assume that answers take no time, so they do not tell when it ends.
-        self._end = math.inf if trace.users else last + max(GRACE * last, LEAST_GRACE_S)
+        self._end = end_of(trace)
         self._patience = STALLED_S if trace.users else math.inf
         self._script = Script(trace.turns)
 

@@ -39,7 +39,7 @@ class ReplicaSpec:
     Attributes:
         adapters: blocks of each adapter, by its index; places: of a layer at which they act.
         costs: of cold starts on the host, for `engine.cold_start` cpu and auto.
-        block_bytes: 0: a service of many replicas does not measure its links.
+        block_bytes: 0: a replica of many does not measure how fast adapters come.
     """
 
     model: StepModel | FittedSteps

@@ -22,6 +22,7 @@ from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.cluster.routing.table import Table, Turns
 from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, Ways, insists
+from jlora.config import one_of
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.fleet import Fleet
@@ -115,7 +116,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
         "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
-        "service": told(asks, service)
+        "service": told(asks, end, service)
         | {"missed": missed(asks, service)}
         | stored(members, block_bytes, fetched)
         | {"servers": servers(list(fleet.members.values()), asks)}
@@ -127,6 +128,8 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
 
 def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, route: str) -> Fleet:
     """A fleet that has played nothing yet. Raises ConfigError."""
+    if route not in TABLES and route not in ROUTES:
+        raise ConfigError(f"route {route!r}: {one_of(route, (*ROUTES, *TABLES))}")
     step = scenario.step_model
     spec = replica_spec(scenario, work, policy)
     if isinstance(step, FittedSteps):
@@ -163,8 +166,8 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     per_rank = sum(sizes) / max(sum(service.ranks), 1)
     host_s = per_rank / block_bytes * spec.link.block_s
     # As in a live router: replicas tell how fast they fetch as soon as they have.
-    assumed = (PEER_BPS, PATH_BPS) if service.fetch_gbps or service.path_gbps else (math.inf, math.inf)
-    ways = Ways(host_s, per_rank, *assumed)
+    peer_bps = PEER_BPS if service.fetch_gbps else math.inf
+    ways = Ways(host_s, per_rank, peer_bps, PATH_BPS if service.fetch_gbps or service.path_gbps else math.inf)
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
@@ -189,23 +192,24 @@ def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: Size
     return Placed(rule, service.ranks, work.sizes, points, room.device, room.host, service.place_s, loads)
 
 
-def told(asks: Sequence[Ask], service: Service) -> dict[str, float]:
+def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
     """What users of the whole service see; a request that has not ended misses its objective.
 
     "goodput": answers that meet the objective, for each second in which requests came. The last answers of a run end
-    later, which says nothing of a service that goes on.
+    later, which says nothing of a service that goes on. If all requests came at once, until the last answer's end.
     """
     taken = [ask for ask in asks if not ask.refused]
     each = [per_token_s(ask) for ask in taken]
     done = [value for value in each if not math.isinf(value)]
     met = sum(value <= service.slo_s for value in each) if service.slo_s else len(done)
     seconds = max((ask.sent for ask in asks), default=0.0) - service.warm_s
+    seconds = seconds if seconds > 0 else end
     return {
         "slo_s": service.slo_s,
         "attainment": met / max(len(asks), 1),
         "per_token_s": statistics.fmean(done) if done else 0.0,
         "per_token_p99_s": float(np.percentile(done, 99)) if done else 0.0,
-        "goodput": met / max(seconds, 1e-9),
+        "goodput": met / seconds,
     }
 
 
@@ -273,7 +277,7 @@ def servers(members: Sequence[Member], asks: Sequence[Ask]) -> list[dict[str, fl
 
 
 def moved(fleet: Fleet) -> dict[str, int]:
-    """What the balance has done: plans with moves, those of them that the solver did not find, and requests moved.
+    """What the balance has done: plans with moves, those of them that are the greedy ones, and requests moved.
 
     "candidates_most": of the largest program.
     "lost": replicas that were killed; "resumed": requests that went on elsewhere then.

@@ -355,9 +355,8 @@ def _rows(path: Path) -> Iterator[_Row]:
                     f"trace {path}: has no column {missing[0]!r}; its first line must name its columns, separated by "
                     f"commas, of {', '.join(COLUMNS)}"
                 )
-            for name in reader.fieldnames or ():
-                if name not in COLUMNS:
-                    log.warning("trace %s: column %r is not used; those used are %s", path, name, ", ".join(COLUMNS))
+            if extra := [name for name in reader.fieldnames or () if name not in COLUMNS]:
+                log.warning("trace %s: not used: %s; used: %s", path, ", ".join(extra), ", ".join(COLUMNS))
             for line, row in enumerate(reader, 2):
                 yield _row(row, f"trace {path}: line {line}")
     except OSError as e:

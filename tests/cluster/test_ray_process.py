@@ -46,7 +46,7 @@ def in_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(**cluster: object) -> Config:
-    return configuration.load({"model": {"path": "m"}, "cluster": cluster})
+    return configuration.load({"model": {"path": "m"}, "cluster": {"fleet": "ray", **cluster}})
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -184,6 +184,8 @@ def test_jlora_waits_for_the_adapters_that_others_wait_for():
     first = replace(queued, held=Held(wanted={"a@1": 64, "c@1": 64}))
     assert ways.behind_s(first, ASK, peer=False) == pytest.approx(0.002 * 64), "it is on its way"
     assert ways.behind_s(replace(queued, tiers={"a@1": "HBM"}), ASK, peer=False) == 0.0
+    at_host = replace(queued, tiers={"a@1": "HOST", "here@1": "HBM"})
+    assert ways.behind_s(at_host, ASK, peer=False) == pytest.approx(0.001 * (64 + 8 + 64)), "copies alone"
     assert Jlora(LINEAR, 1.0, ways=ways).choose(view(queued, replica("idle")), ASK) == "idle"
 
 

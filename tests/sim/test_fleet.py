@@ -119,9 +119,23 @@ def test_a_replica_tells_how_fast_adapters_come():
     spec = replace(SPEC, block_bytes=1 << 20)
     member = Member("r0", spec, policy_of("jlora", spec), takes(0.5))
     Fleet([member], chats(12, 1), RoundRobin(), Wires(RANKS)).run()
-    seen = member.seen()
+    seen = member.seen(member.clock.now)
     sizes = [size << 20 for size in SPEC.adapters]
     assert seen.peer_bps == 0.0 and min(sizes) / 0.5 < seen.path_bps < PATH_BPS
+
+
+def test_a_fetch_that_takes_no_time_tells_no_rate():
+    spec = replace(SPEC, block_bytes=1 << 20)
+    member = Member("r0", spec, policy_of("jlora", spec), takes(0.0))
+    Fleet([member], chats(12, 1), RoundRobin(), Wires(RANKS)).run()
+    assert member.fetched and member.seen(member.clock.now).path_bps == member.seen(member.clock.now).peer_bps == 0.0
+
+
+def test_requests_that_all_come_at_once_have_a_goodput():
+    turns = tuple(Turn(0.0, i, 0, tuple(range(50 * i, 50 * i + 12)), 4, None) for i in range(3))
+    work = Work.of(Trace("burst", turns, ()), (), NPU)
+    result = simulate_service(Scenario(NPU), Service(1, (), slo_s=1.0), work, "jlora", "most-idle")
+    assert result["service"]["goodput"] == pytest.approx(3 / result["device"]["seconds"], rel=1e-3)
 
 
 def test_padded_kernels_cost_the_largest_rank_and_unpadded_ones_the_sum():

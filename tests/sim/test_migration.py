@@ -15,8 +15,9 @@ from jlora.cache import inspect
 from jlora.cluster.balance import Terms
 from jlora.cluster.routing.policy import Ask, Bookless
 from jlora.cluster.view import View
-from jlora.sim.fleet import Fleet, Live, Moves
+from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
+from jlora.sim.parts import Live, Moves
 from jlora.sim.wires import Balance, Wires
 from tests import port
 from tests.sim._sim import SPEC, chats, policy_of, takes
@@ -36,6 +37,7 @@ class Checked(Fleet):
     """Looks at every answer."""
 
     exact = resumed = delayed = 0
+    waiting: frozenset[int] = frozenset()  # whose moves wait for their adapters
 
     def __init__(self, *args: Any, **fields: Any):
         super().__init__(*args, **fields)
@@ -43,10 +45,8 @@ class Checked(Fleet):
         self.planned: dict[tuple[str, str | None], float] = {}
         self.came: dict[tuple[str, str | None], float] = {}
 
-    waiting: frozenset[int] = frozenset()  # whose moves wait for their adapters
-
     def _put(self, at: float, kind: int, *what: Any) -> None:
-        if what and isinstance(moves := what[0], Moves) and moves.asked:
+        if what and isinstance(moves := what[0], Moves) and moves.asked >= 0:
             self.waiting |= {move.key for move in moves.moves}
             self.delayed += 1
         super()._put(at, kind, *what)
@@ -113,6 +113,12 @@ def test_a_router_knows_of_an_adapter_when_a_message_has_told_it():
     fleet = crowded(BALANCE, fetch_s=0.1, delay_s=0.5)
     takes_s = [at - fleet.planned[pair] for pair, at in fleet.came.items() if pair[0] != "r0"]  # which had them all
     assert takes_s and min(takes_s) >= BALANCE.solve_s + 0.5 + 0.1 + 0.5
+
+
+def test_no_plan_overlaps_another_however_often_they_are_asked_for():
+    fleet = crowded(replace(BALANCE, every_s=0.01, solve_s=0.3))
+    assert fleet.moved > 0 and fleet.exact == len(fleet.asks)
+    assert len(fleet.plans) <= fleet.now / 0.31 + 1
 
 
 def test_equal_runs_are_equal():

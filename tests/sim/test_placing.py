@@ -64,8 +64,9 @@ def test_adapters_follow_the_demand_and_every_request_is_answered(ahead: bool):
 def test_every_adapter_lives_where_the_table_says_and_nowhere_else():
     fleet, placing = placed("loraserve")
     fleet.run()
-    while True:
-        todo = placing.round({n: {str(i) for i in range(4) if m.has(i)} for n, m in fleet.members.items()}, fleet.now)
+    for look in range(10):
+        there = {n: {str(i) for i in range(len(SIZES)) if m.has(i)} for n, m in fleet.members.items()}
+        todo = placing.round(there, fleet.now + look)
         for key, name in todo.fetch:
             fleet.members[name].ask(int(key))
         for key, name in todo.drop:
@@ -74,6 +75,8 @@ def test_every_adapter_lives_where_the_table_says_and_nowhere_else():
             break
         for member in fleet.members.values():
             member.idle(member.clock.now + 1.0)
+    else:
+        raise AssertionError("it does not settle")
     homes = {(key, name) for key, parts in placing.table.parts.items() for name in parts}
     held = {(str(i), name) for name, member in fleet.members.items() for i in range(4) if member.has(i)}
     assert homes == held and {key for key, _ in homes} == set("0123")

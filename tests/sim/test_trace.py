@@ -58,7 +58,7 @@ def test_a_column_that_is_not_used_is_told(tmp_path: Path, caplog: pytest.LogCap
     path = tmp_path / "mine.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens,sesion\n0,8,4,a\n")
     assert len(read_csv(path, vocab=100).turns) == 1
-    assert "column 'sesion' is not used" in caplog.text
+    assert "not used: sesion; used: arrival_s" in caplog.text
 
 
 def test_a_csv_of_a_spreadsheet_without_adapters_and_sessions_is_read(tmp_path: Path):

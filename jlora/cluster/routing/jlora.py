@@ -16,10 +16,10 @@ from jlora.cluster.view import ReplicaView, View
 class Jlora:
     """The replica where the request adds the least time to all answers, its own included.
 
-    Own time: the step under way, or the adapter's way to the device behind those of the requests before it; a place
-    in the batch, if it is full; the prompts before it and its own without the cached part; then every token at the
-    pace of the batch that it joins. Time of the others: each of them waits for its prefill, and decodes more slowly
-    from then on. All terms are seconds of answers, so none needs a weight.
+    Own time: the longest of the step under way, the adapter's way to the device behind those of the requests before
+    it, and the wait for a place in a full batch; the prompts before it and its own without the cached part; then every
+    token at the pace of the batch that it joins. Time of the others: each of them waits for its prefill, and decodes
+    more slowly from then on. All terms are seconds of answers, so none needs a weight.
 
     A session's home costs less by the prefill of the prompt: elsewhere the next turn would compute it again. Among
     equals, as idle replicas are, the order is that of `Sessions`.

@@ -36,14 +36,17 @@ class Ways:
         return 0.0 if ask.adapter is None else self._seconds(replica, ask.adapter, ask.rank, peer)
 
     def behind_s(self, replica: ReplicaView, ask: Ask, peer: bool) -> float:
-        """The same behind those of the adapters that requests there wait for: a replica brings one after the other.
+        """The same behind those of the adapters that requests there wait for, as if they came one after the other.
 
-        One that another request waits for is on its way.
+        A copy from the host tier waits for copies alone. An adapter that another request waits for is on its way.
+        Where the others come from is not looked up: from a replica if this one does.
         """
         own, wanted = self.seconds(replica, ask, peer), replica.held.wanted
         if not own or ask.adapter in wanted:
             return own
-        return own + sum(self._seconds(replica, adapter, rank, peer) for adapter, rank in wanted.items())
+        if replica.tiers.get(ask.adapter or "") == "HOST":
+            return own + sum(rank * self.host_s for key, rank in wanted.items() if replica.tiers.get(key) != "HBM")
+        return own + sum(self._seconds(replica, key, rank, peer) for key, rank in wanted.items())
 
     def _seconds(self, replica: ReplicaView, adapter: str, rank: int, peer: bool) -> float:
         tier = replica.tiers.get(adapter, "DISK")
