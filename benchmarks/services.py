@@ -256,8 +256,8 @@ def wait_and_pace(row: Row) -> str:
 def every_side(study: Study) -> list[Row]:
     """The runs with padded kernels of the cells that have been played under all sides, not some."""
     rows = [row for row in study.rows.to_dict("records") if row["kernel"] == "padded"]
-    cells = {row["cell"] for row in rows if row["side"] == "loraserve, late"}
-    return [row for row in rows if row["cell"] in cells]
+    cells = {(row["cell"], row["seed"]) for row in rows if row["side"] == "loraserve, late"}
+    return [row for row in rows if (row["cell"], row["seed"]) in cells]
 
 
 def under_sla(study: Study, figure: str, kernel: str, by: str = "adapters") -> pd.DataFrame:
