@@ -47,4 +47,4 @@ def check(losses: Sequence[Loss], end_s: float) -> None:
     """Raises ConfigError for a loss after the end of the simulation, which nobody would notice."""
     for loss in losses:
         if loss.at > end_s:
-            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come before all ends at {end_s:g} s")
+            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come before the run ends at {end_s:g} s")

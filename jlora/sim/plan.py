@@ -179,7 +179,8 @@ def too_few(tried: Sequence[Result], wanted: str) -> str:
     late, over = last["service"]["missed"], len(tried) > 1 and stuck(tried[-2], last)
     parts = sorted(PARTS, key=lambda part: -late[part])
     spent = ", ".join(f"{1e3 * late[part]:.1f} {PARTS[part][0]}" for part in parts if late[part] >= 5e-5)
-    said = f"{last['replicas']} replicas are too few for {wanted}: they attain {last['service']['attainment']:.1%}. "
+    some = "1 replica is" if last["replicas"] == 1 else f"{last['replicas']} replicas are"
+    said = f"{some} too few for {wanted}: {last['service']['attainment']:.1%} attained. "
     if late["unfinished"]:
         said += f"{late['unfinished']} of {late['answers']} late answers have not ended. "
     if spent:

@@ -182,7 +182,7 @@ def test_a_wrong_schedule_is_named(text: str, said: str):
 def test_a_loss_that_nobody_would_notice_is_refused(capsys: pytest.CaptureFixture[str]):
     argv = ["sim", "--workload", "W2", "--seconds", "4", "--rate", "8", "--shrink", "8", "--replicas", "2"]
     assert cli.main([*argv, "--fail", "500:r1"]) == 1
-    assert "--fail 500:r1: must come before all ends" in capsys.readouterr().err
+    assert "--fail 500:r1: must come before the run ends" in capsys.readouterr().err
 
 
 def test_a_schedule_is_in_order_and_kills_no_dead_one():
