@@ -46,6 +46,10 @@ class Books:
     def view(self) -> View:
         return self._views
 
+    def is_up(self) -> bool:
+        """Whether a replica takes requests."""
+        return any(seen.health == "up" for seen in self._views.values())
+
     def heard(self, seen: ReplicaView) -> None:
         """A message: all of the replica's fields but `sent` and `held`, which are the router's own."""
         book = self._books.setdefault(seen.name, _Book())

@@ -291,14 +291,17 @@ class Dispatcher:
             if deadline is not None and now > deadline + GRACE_S:
                 self.abort(routed.handle)
         elif now > (max(routed.since, self.up_at) + PATIENCE_S if deadline is None else deadline):
-            self._fail(routed, Unavailable("no replica of the service can take the request"))
+            if self.books.is_up():  # all are full: it ends as in an engine's queue
+                self.abort(routed.handle)
+            else:
+                self._fail(routed, Unavailable("no replica of the service can take the request"))
 
     def _pump(self) -> None:
         """Sends waiting requests while a replica has room, at most `SENDS` at once; the next tick sends the rest.
 
         A request that only some replicas may take does not block those behind it.
         """
-        if not any(seen.health == "up" for seen in self.books.view.values()):
+        if not self.books.is_up():
             return
         now, sends, full = self.terms.clock(), 0, set[tuple[Version | None, frozenset[str]]]()
         for routed in self.table.waiting():

@@ -335,8 +335,10 @@ def test_without_replicas_a_request_waits_for_the_next_one(two: Cluster):
     wait_for(lambda: not two.router.replicas)
     asked = request(PROMPT, 8)
     future = two.served.inference.Generate.future(asked, timeout=60)
-    with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
+    with pytest.raises(grpc.RpcError) as e:
         two.served.inference.Generate(asked, timeout=0.2)
+    # The client's clock and the router's run out together, and either may speak first.
+    assert e.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
     for seat in two.seats:
         seat.start()
     two.place(*two.seats)

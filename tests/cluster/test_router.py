@@ -186,6 +186,16 @@ def test_without_a_replica_the_deadline_ends_a_request(two: Service):
     assert not two.router.failure.done()
 
 
+def test_the_deadline_ends_a_request_that_full_replicas_refuse_as_it_does_in_an_engines_queue(two: Service):
+    for replica in two.replicas:
+        replica.refuse = [(QueueFull("queue is full"), False)] * MOST_LOSSES
+    last = submit(two, request(deadline=time.monotonic() + 0.3)).wait().last
+    assert last.finish_reason == "abort" and last.error is None
+    assert sum(len(replica.started) for replica in two.replicas) > 1
+    for replica in two.replicas:
+        replica.refuse = []
+
+
 def test_a_replica_with_a_new_address_is_followed(two: Service):
     asked = request(max_tokens=200)
     client = submit(two, asked)
