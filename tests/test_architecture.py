@@ -204,6 +204,24 @@ def test_what_plans_and_caches_has_no_clock_or_thread_of_its_own():
     assert not found, "\n".join(found)
 
 
+def test_one_place_turns_tokens_into_text():
+    makers = {"Detokenizer", "StopFinder"}
+    calls = [(path, node) for path, tree in parsed("jlora") for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = {(module_of(path), name) for path, node in calls if (name := _name_of(node.func)) in makers}
+    assert made == {("serve.stream", name) for name in makers}
+
+
+def test_no_code_of_the_engine_asks_whether_it_is_simulated():
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in parsed("jlora/engine", "jlora/cache", "jlora/adapters")
+        for node in ast.walk(tree)
+        for field in ("id", "attr", "arg", "name")
+        if "simulat" in (name := str(getattr(node, field, "")))
+    ]
+    assert not found
+
+
 def test_one_module_imports_ray():
     """The extra jlora[ray] stays one: everything else runs without it."""
     found = {

@@ -247,3 +247,9 @@ def test_tenants_do_not_share_cached_tokens(llm: LLM):
     *_, last = llm.stream(prompt[0], GREEDY, tenant="a")
     assert last.usage is not None
     assert (first.usage.cached_tokens, other.usage.cached_tokens, last.usage.cached_tokens) == (0, 0, 32)
+
+
+def test_a_conversation_has_its_tenants_cache(llm: LLM):
+    messages = [{"role": "user", "content": "the same words again and again " * 2}]
+    cached = [llm.chat(messages, GREEDY, tenant=tenant)[0].usage.cached_tokens for tenant in ("a", "b", "a")]
+    assert cached[:2] == [0, 0] and cached[2] > 0
