@@ -30,4 +30,7 @@ def test_a_test_that_begins_too_late_is_left_out_and_counted():
 
 def test_the_quick_tests_the_oracle_the_compilers_and_ray_are_never_left_out():
     always, _, late = (ROOT / ".ci" / "run").read_text().partition("export JLORA_TESTS_UNTIL")
-    assert late and all(what in always for what in ("make test ", "tests/oracle", "JLORA_AOT=required", "test_ray.py"))
+    assert late and all(what in always for what in ("make test ", "tests/oracle", "JLORA_AOT=required"))
+    found = re.search(r"printf '(tests/cluster/test_%s.py) ' ([\w ]+)\)", always)
+    assert found and {"ray", "routers", "memory", "last_holder", "service_end"} <= set(found[2].split())
+    assert all((ROOT / found[1].replace("%s", name)).is_file() for name in found[2].split())

@@ -89,6 +89,19 @@ class _Heard:
     at: float = 0.0  # of the last message
     stepped: float = 0.0  # of the last message with a step
     gaps: Gaps = field(default_factory=Gaps)
+    written: int = 1  # messages, the hello among them
+    unread: tuple[int, float] | None = None  # the number of one that is not known to have arrived, and since when
+
+    def write(self, now: float) -> None:
+        """One more message is on its way."""
+        self.written += 1
+        self.unread = self.unread or (self.written, now)
+
+    def forgive(self, late: float) -> None:
+        """The router itself stood still for so long."""
+        self.at += late
+        if self.unread:
+            self.unread = self.unread[0], self.unread[1] + late
 
     def take(self, state: link.State, now: float) -> None:
         """A state, `now`."""
@@ -100,6 +113,8 @@ class _Heard:
             self.stepped = now
         self.state = state
         self.health = "draining" if state.draining else "up"
+        if self.unread and not 0 < state.read < self.unread[0]:
+            self.unread = (self.written, now) if 0 < state.read < self.written else None
         if state.adapters:  # views of before keep theirs
             self.tiers, self.ranks = dict(self.tiers), dict(self.ranks)
         for entry in state.adapters:
@@ -198,6 +213,8 @@ class Attached:
         patience = self.info.config.serve.heartbeat_s if self.info is not None else math.inf
         if silent > bound:
             self._give_up(f"no message for {silent:.2f} s")
+        elif heard.unread and now - heard.unread[1] > 2 * bound:  # as where a network loses what goes one way
+            self._give_up(f"it has read no message for {now - heard.unread[1]:.2f} s")
         elif heard.state.age_s > patience and not heard.state.compiling:
             self._give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
 
@@ -205,7 +222,7 @@ class Attached:
         """Time in which this process did not run is no silence of the replica's, whatever runs first after it."""
         late, self._ran = now - self._ran, now
         if late > LATE_S:
-            self._heard.at += late
+            self._heard.forgive(late)
 
     async def _run(self) -> None:
         try:
@@ -279,6 +296,7 @@ class Attached:
                 await self._more.wait()
                 self._more.clear()
                 while self._sends:
+                    self._heard.write(self._terms.clock())
                     await call.write(self._sends.popleft())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns why

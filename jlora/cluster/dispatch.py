@@ -403,14 +403,14 @@ class Dispatcher:
             self.books.ended(routed.replica, ask, entry.outputs)
 
     def _cancel(self, routed: Routed, moved: bool = False) -> None:
-        if routed.rid:
-            self.links[routed.replica].send(link.ToReplica(cancel=link.Cancel(rid=routed.rid, moved=moved)))
+        if routed.rid and (to := self.links.get(routed.replica)) is not None:
+            to.send(link.ToReplica(cancel=link.Cancel(rid=routed.rid, moved=moved)))
 
     def _failed(self, failure: link.Failure) -> None:
         routed = self.table.attempt(failure.rid)
         if routed is None:
             return
-        error = wire.error(failure)
+        error = wire.error(failure, routed.version)
         if failure.elsewhere or isinstance(error, Busy) or self._lacks(routed, error):
             self._lose(routed, error)
         else:
@@ -442,7 +442,7 @@ class Dispatcher:
                 self._fail(routed, why)
         elif routed.given_up:
             log.warning("request %s has been given up: %s", routed.request.id, why)
-            self._fail(routed, Unavailable(f"the request has failed often: {why}"))
+            self._fail(routed, Unavailable("the request has failed often: it may be what ends replicas"))
 
     def _fail(self, routed: Routed, error: Exception) -> None:
         """Fails a request: its submission while that is unanswered, otherwise its stream."""

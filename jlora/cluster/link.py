@@ -195,7 +195,8 @@ class Stream:
         self._woken = False  # a wake-up is under way
         self._over = False
         self._patience: asyncio.Timeout | None = None  # of the write under way
-        self._numbers = 0  # messages sent
+        self._numbers = 0  # states made
+        self._read_count = 1  # messages read, the hello among them
         self._state: ReplicaState | None = None
         self._replica.state().add_done_callback(self._see)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -284,6 +285,7 @@ class Stream:
     async def _read(self) -> None:
         while (message := await self._context.read()) is not EOF:
             self._heard = self._loop.time()
+            self._read_count += 1
             match message.WhichOneof("what"):
                 case "start":
                     self._start(message.start)
@@ -408,7 +410,7 @@ class Stream:
 
     async def _message(self, idle: bool) -> link.FromReplica:
         """What has come since the last one, as far as one message holds it."""
-        message, scored = link.FromReplica(state=self._now(idle)), 0
+        message, scored = link.FromReplica(), 0
         for live, what in self._take():
             if live.gone:
                 continue
@@ -429,6 +431,7 @@ class Stream:
                 self._refuse(live.rid, Unavailable("the replica drains"))
         message.failures.extend(self._refused)
         self._refused.clear()
+        message.state.CopyFrom(self._now(idle))  # last: `_converted` may have sent states meanwhile
         return message
 
     def _take(self) -> Iterator[tuple[_Live, Told]]:
@@ -479,6 +482,7 @@ class Stream:
         replica = self._replica
         state = link.State(
             number=self._numbers,
+            read=self._read_count,
             draining=self._backend.draining,
             compiling=replica.compiling,
             age_s=replica.heartbeat_age(),

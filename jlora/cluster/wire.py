@@ -7,6 +7,8 @@ as a `Failure`, a replica's constants as JSON.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 import time
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -129,12 +131,13 @@ def failure(rid: int, error: BaseException, elsewhere: bool = False) -> link.Fai
     return link.Failure(rid=rid, kind=kind, message=str(error), elsewhere=elsewhere)
 
 
-def error(message: link.Failure) -> Exception:
-    """The error of a `Failure`."""
+def error(message: link.Failure, version: Version | None = None) -> Exception:
+    """The error of a `Failure`, of a request for `version`: clients know an adapter by its name, not by its key."""
+    told = message.message if version is None else message.message.replace(version.key, version.name)
     kind = getattr(errors, message.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.JloraError)):
-        return RuntimeError(message.message)
-    return kind(message.message)
+        return RuntimeError(told)
+    return kind(told)
 
 
 def info_bytes(info: ReplicaInfo) -> bytes:
@@ -143,8 +146,17 @@ def info_bytes(info: ReplicaInfo) -> bytes:
 
 
 def info(data: bytes) -> ReplicaInfo:
-    """Reads them; unknown fields are ignored. Raises ValueError."""
-    return msgspec.json.decode(data, type=ReplicaInfo)
+    """Reads them. What a later release has added is ignored: fields, and values of settings. Raises ValueError."""
+    values, left = msgspec.json.decode(data), 64
+    while True:
+        try:
+            return msgspec.convert(values, ReplicaInfo)
+        except msgspec.ValidationError as e:
+            *path, name = re.findall(r"\.(\w+)", str(e).rpartition("`$")[2]) or [""]
+            left -= 1
+            holder = functools.reduce(lambda at, step: at.get(step, {}), path, values)
+            if path[:1] != ["config"] or not left or holder.pop(name, None) is None:
+                raise
 
 
 def generate(request: Request) -> pb.GenerateRequest:

@@ -65,6 +65,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
 
     Attributes:
         hung: sends nothing and reads nothing.
+        deaf: reads nothing; `read` counts the messages of the last stream.
         silent: the engine does not move, but the process says so.
         double: sends each token twice, and those of the step before once more.
         refuse: errors for the next requests, with `elsewhere`.
@@ -78,6 +79,8 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
     name: str
     info: ReplicaInfo = INFO
     hung: bool = False
+    deaf: bool = False
+    read: int = 0
     age_s: float = 0.0
     double: bool = False
     draining: bool = False
@@ -128,7 +131,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
         while self.hung:
             await asyncio.sleep(STEP_S)
         self.metadata = [(k, str(v)) for k, v in context.invocation_metadata() or ()]
-        hello = (await anext(messages)).hello
+        hello, self.read = (await anext(messages)).hello, 1
         self.epochs.append(hello.epoch)
         running: dict[int, _Running] = {}
         self.running = running
@@ -158,6 +161,9 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
         self, messages: AsyncIterator[link.ToReplica], running: dict[int, _Running], out: link.FromReplica
     ) -> None:
         async for message in messages:
+            while self.deaf:
+                await asyncio.sleep(STEP_S)
+            self.read += 1
             what = message.WhichOneof("what")
             if what == "start":
                 start = message.start
@@ -217,6 +223,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
         return link.State(
             steps=self.steps, running=len(running), free_blocks=90, blocks=100, draining=self.draining,
             compiling=self.compiling, age_s=self.age_s, programs_left=self.programs_left,
+            read=self.read,
             adapters=[link.Residency(key=key, tier="HOST", rank=8) for key in self.holds],
         )  # fmt: skip
 

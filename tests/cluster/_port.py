@@ -189,6 +189,12 @@ def hear(attached: Attached, message: link.FromReplica) -> None:
     attached._hear(message)
 
 
+def wrote(attached: Attached, messages: int) -> None:
+    """As if so many messages more had gone to the replica."""
+    for _ in range(messages):
+        attached._heard.write(attached._terms.clock())
+
+
 def receiver(attached: Attached) -> Any:
     """Who hears of the link."""
     return attached._receiver

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,13 +137,17 @@ class Stream:
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n or 1)]
         self.finish: list[str] = ["" for _ in self.tokens]
         self.error: grpc.RpcError | None = None
+        self.longest_s = 0.0  # pause between two messages
         self._call = inference.GenerateStream(request, timeout=STOP_S)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
+            came = math.inf
             for delta in self._call:
+                now = time.monotonic()
+                self.longest_s, came = max(self.longest_s, now - came), now
                 for out in delta.outputs:
                     self.tokens[out.index].extend(out.token_ids)
                     self.finish[out.index] = out.finish_reason or self.finish[out.index]

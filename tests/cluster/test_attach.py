@@ -132,6 +132,26 @@ def test_time_in_which_this_process_stood_still_does_not_count(ground: Ground, s
     assert ground.lost
 
 
+def test_messages_must_arrive_also_while_it_speaks(ground: Ground):
+    def speak(seconds: float, read: int) -> None:
+        for _ in range(round(seconds / 0.1)):
+            ground.run(0.1)
+            ground.hear(read=read)
+
+    speak(3.0, read=1)  # all that was sent: the hello
+    port.wrote(ground.one, 2)
+    speak(0.8, read=1)
+    speak(0.8, read=2)  # late, and one is on its way
+    speak(3.0, read=3)
+    assert not ground.lost
+    port.wrote(ground.one, 1)
+    speak(3.0, read=0)  # an older one does not count
+    assert not ground.lost
+    port.wrote(ground.one, 1)
+    speak(1.3, read=4)
+    assert len(ground.lost) == 1 and "has read no message for 1." in ground.lost[0]
+
+
 def test_a_replica_that_reads_nothing_is_given_up(ground: Ground):
     for rid in range(MOST + 1):
         ground.one.send(link.ToReplica(cancel=link.Cancel(rid=rid)))

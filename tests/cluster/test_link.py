@@ -245,6 +245,8 @@ def test_a_replica_says_that_it_lives_while_it_converts_long_prompts_and_takes_n
         scored = [i for i, m in enumerate(router.messages) if any(t.prompt_logprobs for t in m.tokens)]
     assert len(scored) == 2  # each has a message of its own
     assert scored[1] - scored[0] >= 3  # and between them others say that the replica lives
+    numbers = [message.state.number for message in router.messages[1:]]
+    assert numbers == sorted(numbers), "a state never overtakes a later one"
 
 
 def test_the_end_of_a_stream_ends_its_requests(links: tuple[Linked, Linked]):

@@ -28,6 +28,8 @@ from tests.serve._server import listening
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TOKENS = 100
+# A stream's longest pause: until the silence is noticed, and for its prompt at the other replica.
+PAUSE_S = 10.0  # generous: idle machines measure 2.6 s (docs/results/pauses.md), busy ones run this
 RAYS_PATIENCE_S = 66.0  # by default, Ray ends all of a node's processes 60 s after its head
 RAY_ALONE = "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False); ray.shutdown()"
 
@@ -89,7 +91,9 @@ def disturbed(running: Service, asked: list[pb.GenerateRequest], disturb: Callab
     streams = [Stream(running.inference, one) for one in asked]
     until(lambda: sum(stream.has(3) for stream in streams) >= len(streams) // 2, "half of the streams run")
     disturb()
-    return [stream.result() for stream in streams]
+    tokens = [stream.result() for stream in streams]
+    assert max(stream.longest_s for stream in streams) < PAUSE_S
+    return tokens
 
 
 def test_undisturbed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):

@@ -79,6 +79,18 @@ def test_a_hung_replica_is_suspected_and_taken_back_with_a_larger_epoch(two: Ser
     assert len(busy.epochs) == 2 and busy.epochs[0] < busy.epochs[1]
 
 
+def test_a_replica_that_hears_nothing_is_suspected_though_it_speaks(two: Service):
+    for replica in two.replicas:
+        replica.deaf = True
+    client, asked = Client(), request(max_tokens=40)
+    two.router.submit(asked, client)
+    wait_for(lambda: not two.router.replicas)
+    two.replicas[0].deaf = two.replicas[1].deaf = False
+    client.wait()
+    assert client.tokens() == answer(asked)
+    assert not any(replica.running for replica in two.replicas), "what it hears later is of a stream that has ended"
+
+
 def test_an_engine_that_stands_is_suspected_though_its_process_speaks(two: Service):
     asked = request(max_tokens=400)
     client = submit(two, asked)
@@ -147,8 +159,9 @@ def test_a_request_that_kills_replicas_is_given_up(two: Service, monkeypatch: py
     monkeypatch.setattr("jlora.cluster.requests.AGAIN_S", (0.01, 0.02))
     for replica in two.replicas:
         replica.refuse = [(Unavailable("a step has failed"), True)] * MOST_LOSSES
-    with pytest.raises(Unavailable, match="failed often"):
+    with pytest.raises(Unavailable, match="failed often") as e:
         submit(two, request())
+    assert not any(name in str(e.value) for name in ("r0", "r1", "127.0.0.1")), "clients know one service"
     assert sum(len(r.started) for r in two.replicas) == MOST_LOSSES
     good = request("good", max_tokens=3)
     for replica in two.replicas:

@@ -89,6 +89,15 @@ def test_a_replicas_constants_are_json():
         wire.info(b"{}")
 
 
+def test_a_setting_that_a_later_release_has_is_read_as_its_default():
+    info = ReplicaInfo("base", "float32", LIMITS, (2,), 16, 4096, "cpu", ("cpu:0",), Config())
+    told = wire.info_bytes(info).replace(b'"policy":"%s"' % info.config.cache.policy.encode(), b'"policy":"later"')
+    told = told.replace(b'"max_queue":', b'"max_queue":-')
+    assert b"later" in told and wire.info(told) == info
+    with pytest.raises(ValueError, match="int"):
+        wire.info(told.replace(b'"vocab":', b'"vocab":-0.5,"x":'))
+
+
 def test_a_later_versions_kind_of_cold_start_is_none():
     ends = TokenEvent("r", 0, 5, finish_reason="length", usage=Usage(1, 0, 1), timing=Timing(ttft=0.5))
     message = wire.token(1, 0, ends)

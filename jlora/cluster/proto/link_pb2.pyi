@@ -160,7 +160,7 @@ class Failure(_message.Message):
     def __init__(self, rid: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s", "host_blocks", "peer_bps", "path_bps", "programs_left")
+    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s", "host_blocks", "peer_bps", "path_bps", "programs_left", "read")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class State(_message.Message):
     PEER_BPS_FIELD_NUMBER: _ClassVar[int]
     PATH_BPS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     number: int
     steps: int
     running: int
@@ -189,7 +190,8 @@ class State(_message.Message):
     peer_bps: float
     path_bps: float
     programs_left: int
-    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., peer_bps: _Optional[float] = ..., path_bps: _Optional[float] = ..., programs_left: _Optional[int] = ...) -> None: ...
+    read: int
+    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., peer_bps: _Optional[float] = ..., path_bps: _Optional[float] = ..., programs_left: _Optional[int] = ..., read: _Optional[int] = ...) -> None: ...
 
 class Residency(_message.Message):
     __slots__ = ("key", "tier", "rank")
