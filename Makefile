@@ -20,7 +20,7 @@ demo: setup  ## start a server on the embedded model and talk to it
 demo-cluster: setup  ## the embedded model on two replicas under a Ray of this machine, one of them killed
 	@$(PYTHON) -m jlora.demo.cluster
 
-test: setup  ## the tests that take less than 20 seconds each; TEST_FLAGS goes to pytest
+test: setup  ## the tests that take less than 10 seconds each, all rooms; TEST_FLAGS goes to pytest
 	$(call run,-m "not slow" $(TEST_FLAGS))
 
 test-all: setup  ## every test

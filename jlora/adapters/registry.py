@@ -111,7 +111,7 @@ class AdapterRegistry:
 
     def check_free(self, name: str) -> None:
         if name in self._by_name:
-            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it first, or ask to replace it")
 
     def share(self, record: Record) -> None:
         """Keeps what equal records have in common once."""

@@ -388,7 +388,7 @@ class Controller(Directory):
 
     def _check_free(self, name: str) -> None:
         if self.registry.find(name) is not None:
-            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it first, or ask to replace it")
 
     @contextmanager
     def _kept(self, key: str) -> Iterator[None]:

@@ -246,7 +246,7 @@ class Router(Replica):
         how = {"timeout": PROFILE_S, "metadata": metadata}
         told = await self._each(lambda c: rpc.ControlStub(c).Profile(message, **how), only=replica)
         if not told:
-            raise FailedPrecondition("serve.profile_dir is not set at the replicas, or they trace already")
+            raise FailedPrecondition("no replica begins a trace (the log says why): is serve.profile_dir set there?")
         names = ", ".join(f"{name}:{made.name}" for name, made in sorted(told.items()))
         return ProfileResult(names, min(made.steps for made in told.values()))
 
@@ -260,7 +260,7 @@ class Router(Replica):
         answers = {}
         for name, answer in zip(asked, told, strict=True):
             if isinstance(answer, LOST):
-                log.warning("replica %s does not answer: %s", name, _why(answer))
+                log.warning("replica %s refuses, or does not answer: %s", name, _why(answer))
             elif isinstance(answer, BaseException):
                 raise answer
             else:

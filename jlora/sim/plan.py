@@ -126,6 +126,7 @@ def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
     rows = [{**tried[n], "replicas": n} for n in sorted(tried)]
     print(outcome.table(rows, COLUMNS, ("replicas",)))
     print(f"{enough(count, chips, name)}: {wanted}\n" if count else f"{too_few(rows, wanted)}\n", flush=True)
+    print(throttled(rows[-1]["service"], facts.rate), end="")
     kept = [{"replicas": row["replicas"], **row["service"], **row["summary"]} for row in rows]
     return {"chip": name, "replicas": count, "tried": kept}
 
@@ -165,6 +166,17 @@ def stuck(fewer: Result, more: Result) -> bool:
     waits, whole = late["queue_s"] + late["copies_s"], sum(late[part] for part in PARTS)
     same = now["attainment"] < before["attainment"] + GAIN and now["per_token_s"] > (1 - GAIN) * before["per_token_s"]
     return same and not late["unfinished"] and waits <= WAITS * whole
+
+
+def throttled(service: Result, rate: float) -> str:
+    """A line where requests came far more slowly than the trace names them, else nothing."""
+    sent = service["goodput"] / service["attainment"] if service["attainment"] else rate
+    if sent > 0.8 * rate:
+        return ""
+    return (
+        f"The trace names {rate:.2f} requests/s, and {sent:.2f}/s were sent: a turn of a session waits for the answer "
+        "before it. For the trace's rate itself, leave the sessions out.\n\n"
+    )
 
 
 def enough(replicas: int, chips: int, name: str) -> str:

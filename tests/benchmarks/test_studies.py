@@ -53,6 +53,7 @@ def test_the_cache_is_timed_at_every_size(tmp_path: Path):
     assert all(line["step median"] > 0 for line in lines if line["side"] == "step")
 
 
+@pytest.mark.slow
 def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Path):
     lines = study(tmp_path, "lora")
     assert {line["side"] for line in lines} == {"blocks", "dense", "base"}
@@ -306,6 +307,7 @@ def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
     assert all(line["asked"] == 4 and line["tpot_s"] > 0 for line in beside.values())
 
 
+@pytest.mark.slow
 def test_registered_adapters_are_weighed_in_processes_of_their_own(tmp_path: Path):
     lines = study(tmp_path, "catalogue", "--rounds", "2")
     assert [line["side"] for line in lines] == ["scanned", "known"] * 2
@@ -412,6 +414,7 @@ def test_routing_is_played_with_both_kernels_under_every_policy(tmp_path: Path):
     assert render("cluster-routing", tmp_path / "out", draw=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cluster-migration", "cluster-placement"])
 def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name: str):
     lines = study(tmp_path, name)

@@ -146,6 +146,7 @@ def world(pair: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPat
             one.engine.unload_adapter("a@1").result(20)
 
 
+@pytest.mark.slow
 def test_a_version_comes_from_a_peer_without_its_files(world: World):
     expected = world.giver.generate("a@1")
     shutil.rmtree(world.path)

@@ -79,18 +79,6 @@ def test_a_hung_replica_is_suspected_and_taken_back_with_a_larger_epoch(two: Ser
     assert len(busy.epochs) == 2 and busy.epochs[0] < busy.epochs[1]
 
 
-def test_a_replica_that_hears_nothing_is_suspected_though_it_speaks(two: Service):
-    for replica in two.replicas:
-        replica.deaf = True
-    client, asked = Client(), request(max_tokens=40)
-    two.router.submit(asked, client)
-    wait_for(lambda: not two.router.replicas)
-    two.replicas[0].deaf = two.replicas[1].deaf = False
-    client.wait()
-    assert client.tokens() == answer(asked)
-    assert not any(replica.running for replica in two.replicas), "what it hears later is of a stream that has ended"
-
-
 def test_an_engine_that_stands_is_suspected_though_its_process_speaks(two: Service):
     asked = request(max_tokens=400)
     client = submit(two, asked)
@@ -197,16 +185,6 @@ def test_without_a_replica_the_deadline_ends_a_request(two: Service):
         submit(two, request(deadline=time.monotonic() + 0.1))
     wait_for(lambda: two.router.heartbeat_age() > 0.2)
     assert not two.router.failure.done()
-
-
-def test_the_deadline_ends_a_request_that_full_replicas_refuse_as_it_does_in_an_engines_queue(two: Service):
-    for replica in two.replicas:
-        replica.refuse = [(QueueFull("queue is full"), False)] * MOST_LOSSES
-    last = submit(two, request(deadline=time.monotonic() + 0.3)).wait().last
-    assert last.finish_reason == "abort" and last.error is None
-    assert sum(len(replica.started) for replica in two.replicas) > 1
-    for replica in two.replicas:
-        replica.refuse = []
 
 
 def test_a_replica_with_a_new_address_is_followed(two: Service):

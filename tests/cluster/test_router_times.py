@@ -10,7 +10,8 @@ import pytest
 
 from jlora.cluster.attach import Terms
 from jlora.cluster.dispatch import GRACE_S
-from jlora.errors import Unavailable
+from jlora.cluster.requests import MOST_LOSSES
+from jlora.errors import QueueFull, Unavailable
 from tests.cluster import _port as port
 from tests.cluster._links import Client, Service, answer, request, service, submit, wait_for
 
@@ -94,3 +95,27 @@ def test_a_replica_that_ignores_a_deadline_is_told_to_cancel():
         assert last.usage is not None and last.usage.completion_tokens == len(client.tokens()) > 0
         wait_for(lambda: replica.cancelled == [replica.started[0].rid])
         assert not replica.running and not len(port.dispatcher(one.router).table)
+
+
+def test_a_replica_that_hears_nothing_is_suspected_though_it_speaks():
+    with service(2) as two:
+        for replica in two.replicas:
+            replica.deaf = True
+        client, asked = Client(), request(max_tokens=40)
+        two.router.submit(asked, client)
+        wait_for(lambda: not two.router.replicas)
+        two.replicas[0].deaf = two.replicas[1].deaf = False
+        client.wait()
+        assert client.tokens() == answer(asked)
+        assert not any(replica.running for replica in two.replicas), "what it hears later is of a stream that has ended"
+
+
+def test_the_deadline_ends_a_request_that_full_replicas_refuse_as_it_does_in_an_engines_queue():
+    with service(2) as two:
+        for replica in two.replicas:
+            replica.refuse = [(QueueFull("queue is full"), False)] * MOST_LOSSES
+        last = submit(two, request(deadline=time.monotonic() + 0.3)).wait().last
+        assert last.finish_reason == "abort" and last.error is None
+        assert sum(len(replica.started) for replica in two.replicas) > 1
+        for replica in two.replicas:
+            replica.refuse = []

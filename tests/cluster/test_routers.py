@@ -117,6 +117,7 @@ def test_a_load_and_an_unload_at_either_mean_both(world: World, first: Service, 
             loads.inference.Generate(asked, timeout=STOP_S)
 
 
+@pytest.mark.slow
 def test_a_router_dies_and_the_other_goes_on_then_a_new_one_takes_the_replicas(
     world: World, first: Service, second: Service
 ):
@@ -181,6 +182,7 @@ def test_tenants_share_the_replicas_whichever_router_they_ask(world: World, firs
     wait_for(lambda: not world.running)
 
 
+@pytest.mark.slow
 def test_a_locked_registry_fails_loads_and_no_request(world: World, tmp_path: Path):
     """Another process holds its file."""
     file = tmp_path / "adapters.db"
@@ -228,6 +230,7 @@ def test_a_full_disk_under_the_registry_fails_loads_and_no_request(world: World,
         assert names(one) == [*loaded, "new"]
 
 
+@pytest.mark.slow
 def test_a_controller_that_was_killed_comes_back_with_its_adapters(world: World, tmp_path: Path):
     flags = ("--set", f"adapters.registry={tmp_path / 'adapters.db'}")
     asked = request(PROMPT, 40)

@@ -206,6 +206,7 @@ def test_quick_compares_every_form_of_every_kernel():
             assert chosen.choices[0 if one else 1].implementation == f"pallas-{platform}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("time.sleep(100)", "without a sign"), ("sys.exit('CUDA_ERROR_ILLEGAL_ADDRESS')", "exit code 1")],
@@ -224,6 +225,7 @@ def test_a_kernel_that_hangs_or_dies_costs_its_own_case_only(how: str, reason: s
     assert ("ILLEGAL_ADDRESS" in record["failed"][0]) == ("sys.exit" in how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("silent", "failed"), [("compile 64x1", 0), ("decode 64 x 1024", 1)])
 def test_a_compiler_may_be_silent_for_longer_than_what_is_timed(silent: str, failed: int, tmp_path: Path):
     script = tmp_path / "part.py"
@@ -266,6 +268,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     """With plain ops in the place of kernels, and small cases in that of large ones."""

@@ -147,6 +147,7 @@ def test_a_replica_whose_groups_do_not_open_is_warm(served: Served, monkeypatch,
     assert "ZeroDivisionError" in caplog.text and len(answers(replica, "x")) == 12
 
 
+@pytest.mark.slow
 def test_a_request_of_the_base_runs_without_adapters_from_the_first_step_where_such_programs_are(
     own_programs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

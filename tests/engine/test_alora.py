@@ -95,7 +95,9 @@ def test_every_adapter_answers_in_its_own_way_and_where_it_is_invoked_matters(ex
         {"cache__link_gbps": 0.01},
         {"blocks": 42},  # preemption too
         pytest.param({"model__tp": 2, "engine__overlap": False}, marks=pytest.mark.slow),
-        {"engine__max_step_tokens": 5, "engine__layers": "unroll"},  # chunks end inside the invocations
+        pytest.param(  # chunks end inside the invocations
+            {"engine__max_step_tokens": 5, "engine__layers": "unroll"}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "jlora",
 )

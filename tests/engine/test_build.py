@@ -91,6 +91,7 @@ def test_a_start_without_memory_is_one_clear_line(error: Exception, monkeypatch:
 SMALL = {"cache.hbm_blocks": 32, "engine.max_seqs": 2, "engine.max_step_tokens": 32, "serve.compile_cache": ""}
 
 
+@pytest.mark.slow
 def test_programs_compile_while_the_weights_are_read_and_not_again_after(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

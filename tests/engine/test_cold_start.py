@@ -109,7 +109,7 @@ def check_same(got: list[TokenEvent], wanted: list[TokenEvent]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"engine__layers": "unroll", "engine__max_step_tokens": 5},
+        pytest.param({"engine__layers": "unroll", "engine__max_step_tokens": 5}, marks=pytest.mark.slow),
         pytest.param(
             {"model__tp": 2, "engine__overlap": False, "blocks": 30, "cache__link_gbps": 0.01},
             marks=pytest.mark.slow,

@@ -69,6 +69,7 @@ def test_a_row_is_greedy_once_no_token_is_held_back():
     assert [draws(BUSY["held back"], later=steps) for steps in range(3)] == ["sample", "greedy", "greedy"]
 
 
+@pytest.mark.slow
 def test_an_engine_whose_host_waits_at_branches_takes_the_program_without_them_and_answers_alike(
     own_programs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

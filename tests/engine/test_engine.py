@@ -87,7 +87,7 @@ def mixed() -> list[Request]:
         {"engine__overlap": False},
         {"engine__max_step_tokens": 5},
         {"engine__layers": "unroll"},
-        {"model__tp": 2},
+        pytest.param({"model__tp": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default",
 )

@@ -51,6 +51,7 @@ def test_replicas_that_start_together_measure_once(tmp_path: Path):
     assert [each.result() for each in found] == [True] * 4 and len(made) == 1
 
 
+@pytest.mark.slow
 def test_what_auto_means_is_told_and_both_answer_alike(tiny_model: Path):
     found = {}
     for value in ("auto", "on", "off"):

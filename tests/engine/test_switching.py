@@ -179,6 +179,7 @@ def test_planted_bugs_are_found_before_anybody_else_runs(
         merger.audit()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_rounding_swallows_is_never_merged(tmp_path: Path):
     _, model, adapter = _weak.make(tmp_path)
     with running(model, {"weak": adapter}, engine__merge="weak") as service:

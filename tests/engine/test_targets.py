@@ -12,6 +12,7 @@ from jlora.model import step
 from tests.engine.test_engine import mixed, running, serve, tokens
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_answer_as_in_a_server_of_all(
     tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):

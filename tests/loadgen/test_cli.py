@@ -150,6 +150,7 @@ def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: P
     assert (tmp_path / "out" / "serve-mine.json").exists()
 
 
+@pytest.mark.slow
 def test_a_refused_request_is_counted_and_shown(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     burst = [f"0,30,60,sql,s{i}" for i in range(40)]  # the queue holds 6, and 2 run
     found = run(tmp_path, "--target", f"here={server}", "--trace", trace(tmp_path, *burst))

@@ -121,6 +121,7 @@ def test_a_server_without_adapters_cannot_be_loaded():
         drawn(limits=Limits(512, 300, []))
 
 
+@pytest.mark.slow
 def test_the_facts_of_workloads_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert workload_facts.main(["W7", "W8", "--seconds", "60"]) == 0
     told = capsys.readouterr().out

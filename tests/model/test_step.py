@@ -37,6 +37,7 @@ def compiled(rows: int, chunk: int, tp: int, stacked: bool):
     return lowered.compile(), BLOCKS * layout.block_bytes // tp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unrolled"])
 @pytest.mark.parametrize(("rows", "chunk", "tp"), [(4, 1, 1), (2, 32, 1), (4, 1, 2)])
 def test_the_forward_updates_the_pool_in_place(rows: int, chunk: int, tp: int, stacked: bool):

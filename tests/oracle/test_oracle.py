@@ -158,13 +158,12 @@ SHAPES = {
 }
 
 
-# Two of the shapes, one of them with activated LoRAs, stand for the others where time is short.
-BRIEF = ("mha", "alora")
+BRIEF = "alora"  # it stands for the others where time is short
 
 
 @pytest.mark.parametrize(
     ("case", "settings"),
-    [pytest.param(*shape, marks=[] if shape[0] in BRIEF else pytest.mark.slow) for shape in SHAPES.items()],
+    [pytest.param(*shape, marks=[] if shape[0] == BRIEF else pytest.mark.slow) for shape in SHAPES.items()],
 )
 def test_every_shape_of_model(case: str, settings: str):
     check_case(GOLDEN / case, SETTINGS[settings])
@@ -213,7 +212,8 @@ def check_preempted(case: Path, settings: str) -> None:
         client.check_idle()
 
 
-@pytest.mark.parametrize("settings", ["chunk 16, no overlap", pytest.param("tp 2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["chunk 16, no overlap", "tp 2"])
 def test_preemption_does_not_change_an_answer(settings: str):
     check_preempted(GOLDEN / "gqa", settings)
 

@@ -70,6 +70,7 @@ def test_a_program_without_adapters_has_no_loop_over_their_blocks():
     assert loops[0] - loops[1] == 4 and loops[1] > 0
 
 
+@pytest.mark.slow
 def test_a_program_without_adapters_gives_what_a_batch_without_any_gives():
     layout, pool, batch = launch(1, 8)
     programs = step.build(SPEC, layout, sharding.make_mesh(1), True)

@@ -55,6 +55,7 @@ def test_other_page_sizes_are_read(block_tokens: int, chunk: int, rows: tuple, c
     check(AttentionCase("pages", spec, block_tokens, rows, chunk, continued), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "chunk", "rows"),
     [

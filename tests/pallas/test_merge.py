@@ -73,6 +73,7 @@ def _bytes(x: Any) -> int:
     return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_merging_needs_little_memory_on_a_cpu(stacked: bool, record_property: Any):
     if stacked and jax.__version_info__ < (0, 12):

@@ -101,12 +101,14 @@ def test_lora_equals_the_reference(case: cases.LoraCase, mode: str, chip: Chip):
         assert not case.ranks or np.abs(out - np.asarray(p.base, np.float32)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_last_tile_of_tokens_may_be_filled_in_part(chip: Chip):
     case = replace(of(cases.SMALL_LORA, "bfloat16 gate up, many tokens"), tokens=((1, 90), (-1, 20), (0, 9)))
     inputs = cases.lora_inputs(case)
     close(run_lora(TpuLora(chip, True), inputs), run_lora(reference.lora, inputs), "bfloat16")
 
 
+@pytest.mark.slow
 def test_lora_tells_adapters_apart(chip: Chip):
     """The check above must be able to fail: with two owners exchanged it does."""
     case = of(cases.SMALL_LORA, "float32 q k v, mixed ranks")

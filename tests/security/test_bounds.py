@@ -104,6 +104,7 @@ def test_a_table_stays_bounded(fill: Callable[[], Iterator[Filled]]):
     assert 0 < size() <= most
 
 
+@pytest.mark.slow
 def test_a_router_remembers_no_request_that_it_refuses():
     """Models that nobody has, and more completions than there is room for beside one that waits."""
     count, room = KEYS // 10, INFO.config.engine.max_queue + INFO.config.engine.max_seqs

@@ -38,6 +38,7 @@ def beside_steps(served: Served, call: Callable[[], Any]) -> Any:
     return made.result()
 
 
+@pytest.mark.slow
 def test_a_trace_of_some_steps(profiled: tuple[Served, Path]):
     served, directory = profiled
     made = beside_steps(served, lambda: served.control.Profile(pb.ProfileRequest(steps=5), timeout=LONGEST_S))

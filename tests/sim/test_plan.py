@@ -130,6 +130,20 @@ def test_one_replica_may_be_enough(trace: str, tmp_path: Path):
     assert plan["replicas"] == 1 and len(plan["tried"]) == 1
 
 
+def test_sessions_that_hold_the_trace_back_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A turn waits for the answer before it, so fewer requests come than the trace names."""
+    lines = [f"{0.01 * i},{100 + 50 * (i // 3)},40,a,s{i % 3}" for i in range(60)]
+    path = tmp_path / "talks.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,adapter,session\n" + "\n".join(lines) + "\n")
+    argv = ["plan", "--slo-ms", "5000", "--on", "h100", "--most", "1", "--trace"]
+    cli.main([*argv, str(path)])
+    (sent,) = re.findall(r"names 10\d.\d\d requests/s, and (\S+)/s were sent: a turn", capsys.readouterr().out)
+    assert 0 < float(sent) < 50
+    path.write_text(path.read_text().replace("s0\n", "\n").replace("s1\n", "\n").replace("s2\n", "\n"))
+    cli.main([*argv, str(path)])
+    assert "were sent" not in capsys.readouterr().out
+
+
 def test_one_replica_heeds_the_flags_of_many(trace: str, tmp_path: Path):
     out, argv = tmp_path / "plan.json", ["plan", "--trace", trace, "--slo-ms", "5000", "--on", "h100", "--most", "1"]
     found = []

@@ -51,6 +51,7 @@ _NAMES = {
     "name": "lora_name",
     "path": "lora_path",
 }
+UNKNOWN = "is not a field of this request"  # the client's own word for it stays
 _FIELD = re.compile(r"([a-z_][\w.\[\]]*)(?= = |: )")
 
 
@@ -61,7 +62,7 @@ def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[
         return 500, body(500, opaque(error, where)), {}
     said = shortened(str(error))
     found = _FIELD.match(said)
-    field = None if found is None else _named(found[1])
+    field = None if found is None else found[1] if UNKNOWN in said else _named(found[1])
     message = said if found is None else f"{field}{said[found.end() :]}"
     headers = {}
     if failure.retry:

@@ -116,6 +116,12 @@ def test_bad_bodies_are_named(http: httpx.Client, body: dict[str, Any], said: st
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 
+def test_an_unknown_field_is_named_as_the_client_wrote_it(http: httpx.Client):
+    error = http.post("/v1/load_lora_adapter", json={"name": "x", "lora_path": "x"}).json()["error"]
+    assert error["message"] == "name: is not a field of this request; the nearest field is lora_name"
+    assert error["param"] == "name"
+
+
 def test_an_adapter_left_on_the_disk_is_read_by_its_first_request(
     http: httpx.Client, client: openai.OpenAI, path: Path
 ):
