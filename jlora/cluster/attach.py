@@ -34,6 +34,9 @@ HELLO_S = 5.0  # until a replica has answered the first message
 PAUSES_S = (0.1, 2.0)  # before attaching again: it starts with the first, and doubles up to the last
 LONGEST = 3.0  # a replica is lost if it is silent for so many times its longest pause of the last minute
 BEAT_S = 1.0  # longest pause between two messages to a replica, which ends the requests of a silent router
+# A replica that speaks and has read nothing new for so long hears nothing: a network may lose what goes one way. Long,
+# because what it says has waited too if the router is behind.
+DEAF_S = 5.0
 COMPILING_S = 10.0  # of silence while a step compiles
 LATE_S = 0.25  # if nothing ran for longer, this process stood still: the time is not the replica's silence
 # A connection of its own for each channel, and at once.
@@ -90,7 +93,7 @@ class _Heard:
     stepped: float = 0.0  # of the last message with a step
     gaps: Gaps = field(default_factory=Gaps)
     written: int = 1  # messages, the hello among them
-    unread: tuple[int, float] | None = None  # the number of one that is not known to have arrived, and since when
+    unread: tuple[int, float] | None = None  # the first that it is not known to have read, and since when
 
     def write(self, now: float) -> None:
         """One more message is on its way."""
@@ -113,8 +116,10 @@ class _Heard:
             self.stepped = now
         self.state = state
         self.health = "draining" if state.draining else "up"
-        if self.unread and not 0 < state.read < self.unread[0]:
-            self.unread = (self.written, now) if 0 < state.read < self.written else None
+        if not 0 < state.read < self.written:  # all of them, or it does not count
+            self.unread = None
+        elif self.unread and state.read >= self.unread[0]:
+            self.unread = state.read + 1, now
         if state.adapters:  # views of before keep theirs
             self.tiers, self.ranks = dict(self.tiers), dict(self.ranks)
         for entry in state.adapters:
@@ -213,7 +218,7 @@ class Attached:
         patience = self.info.config.serve.heartbeat_s if self.info is not None else math.inf
         if silent > bound:
             self._give_up(f"no message for {silent:.2f} s")
-        elif heard.unread and now - heard.unread[1] > 2 * bound:  # as where a network loses what goes one way
+        elif heard.unread and now - heard.unread[1] > max(DEAF_S, 2 * bound + BEAT_S):
             self._give_up(f"it has read no message for {now - heard.unread[1]:.2f} s")
         elif heard.state.age_s > patience and not heard.state.compiling:
             self._give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
@@ -288,7 +293,8 @@ class Attached:
         if message.HasField("state"):
             heard.take(message.state, now)
         self._receiver.received(self, message)
-        self._pause = PAUSES_S[0]  # not before: one that cannot be used is left in peace
+        if heard.unread is None:  # not before: one that cannot be used, or hears nothing, is left in peace
+            self._pause = PAUSES_S[0]
 
     async def _write(self, call: Any) -> None:
         try:

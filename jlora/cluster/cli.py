@@ -99,7 +99,7 @@ def _checked(config: Config) -> Config:
     if config.cluster.fleet == "static" and not config.cluster.addresses:
         raise ConfigError("cluster.addresses is not set: a static fleet needs the addresses of its replicas")
     if config.cluster.replica:
-        told = f"cluster.replica = {config.cluster.replica!r}: names one replica, and a service starts several"
+        told = f"cluster.replica = {config.cluster.replica!r}: each replica gets a name of its own"
         raise ConfigError(f"{told}; their number is cluster.replicas")
     return config
 

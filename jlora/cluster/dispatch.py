@@ -291,7 +291,7 @@ class Dispatcher:
             if deadline is not None and now > deadline + GRACE_S:
                 self.abort(routed.handle)
         elif now > (max(routed.since, self.up_at) + PATIENCE_S if deadline is None else deadline):
-            if self.books.is_up():  # all are full: it ends as in an engine's queue
+            if deadline is not None and self.books.is_up():  # all are full: it ends as in an engine's queue
                 self.abort(routed.handle)
             else:
                 self._fail(routed, Unavailable("no replica of the service can take the request"))

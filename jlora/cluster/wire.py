@@ -7,7 +7,7 @@ as a `Failure`, a replica's constants as JSON.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 import re
 import time
 from collections.abc import Iterable
@@ -24,11 +24,15 @@ from jlora.serve import convert
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import ColdStart, Done, FinishReason, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
+log = logging.getLogger(__name__)
+
 LONGEST_S = 1e9  # of a time that a replica may tell
 REASONS = ("", *get_args(FinishReason))
 STARTS = get_args(ColdStart)
 PROTOCOL = 1  # of `Hello`: grows when the two sides must speak the same; new fields do not make it grow
 
+# Settings in which replicas of one service are compared: a default would hide a difference.
+COMPARED = ("adapters.target_modules", "engine.kernels", "engine.one_row")
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -133,7 +137,9 @@ def failure(rid: int, error: BaseException, elsewhere: bool = False) -> link.Fai
 
 def error(message: link.Failure, version: Version | None = None) -> Exception:
     """The error of a `Failure`, of a request for `version`: clients know an adapter by its name, not by its key."""
-    told = message.message if version is None else message.message.replace(version.key, version.name)
+    told = message.message
+    if version is not None:
+        told = re.sub(re.escape(version.key) + r"(?!\d)", lambda _: version.name, told)
     kind = getattr(errors, message.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.JloraError)):
         return RuntimeError(told)
@@ -147,16 +153,17 @@ def info_bytes(info: ReplicaInfo) -> bytes:
 
 def info(data: bytes) -> ReplicaInfo:
     """Reads them. What a later release has added is ignored: fields, and values of settings. Raises ValueError."""
-    values, left = msgspec.json.decode(data), 64
+    values = msgspec.json.decode(data)
     while True:
         try:
             return msgspec.convert(values, ReplicaInfo)
         except msgspec.ValidationError as e:
-            *path, name = re.findall(r"\.(\w+)", str(e).rpartition("`$")[2]) or [""]
-            left -= 1
-            holder = functools.reduce(lambda at, step: at.get(step, {}), path, values)
-            if path[:1] != ["config"] or not left or holder.pop(name, None) is None:
+            named = re.search(r"at `\$\.config\.(\w+)\.(\w+)", str(e))
+            section = values["config"].get(named[1]) if named else None
+            if named is None or named[0].endswith(COMPARED) or not isinstance(section, dict) or named[2] not in section:
                 raise
+            log.warning("a replica's %s.%s is taken for its default: %s", named[1], named[2], e)
+            del section[named[2]]  # so this ends
 
 
 def generate(request: Request) -> pb.GenerateRequest:

@@ -126,7 +126,7 @@ def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
     rows = [{**tried[n], "replicas": n} for n in sorted(tried)]
     print(outcome.table(rows, COLUMNS, ("replicas",)))
     print(f"{enough(count, chips, name)}: {wanted}\n" if count else f"{too_few(rows, wanted)}\n", flush=True)
-    print(throttled(rows[-1]["service"], facts.rate), end="")
+    print(throttled(tried[count or max(tried)]["service"], facts.rate), end="")
     kept = [{"replicas": row["replicas"], **row["service"], **row["summary"]} for row in rows]
     return {"chip": name, "replicas": count, "tried": kept}
 

@@ -65,7 +65,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
 
     Attributes:
         hung: sends nothing and reads nothing.
-        deaf: reads nothing; `read` counts the messages of the last stream.
+        deaf: reads nothing.
         silent: the engine does not move, but the process says so.
         double: sends each token twice, and those of the step before once more.
         refuse: errors for the next requests, with `elsewhere`.
@@ -80,7 +80,6 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
     info: ReplicaInfo = INFO
     hung: bool = False
     deaf: bool = False
-    read: int = 0
     age_s: float = 0.0
     double: bool = False
     draining: bool = False
@@ -131,12 +130,13 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
         while self.hung:
             await asyncio.sleep(STEP_S)
         self.metadata = [(k, str(v)) for k, v in context.invocation_metadata() or ()]
-        hello, self.read = (await anext(messages)).hello, 1
+        hello = (await anext(messages)).hello
         self.epochs.append(hello.epoch)
         running: dict[int, _Running] = {}
         self.running = running
+        read = [1]
         out = link.FromReplica()
-        reader = asyncio.create_task(self._read(messages, running, out))
+        reader = asyncio.create_task(self._read(messages, running, out, read))
         try:
             hello = link.HelloBack(replica=self.name, info=wire.info_bytes(self.info), protocol=self.protocol)
             yield link.FromReplica(hello=link.HelloBack.FromString(hello.SerializeToString() + self.newer))
@@ -152,18 +152,22 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
                 last = tokens
                 if self.dies_after == 0:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "it dies")
-                message.state.CopyFrom(self._state(running))
+                message.state.CopyFrom(self._state(running, read[0]))
                 yield link.FromReplica.FromString(message.SerializeToString() + self.newer)
         finally:
             reader.cancel()
 
     async def _read(
-        self, messages: AsyncIterator[link.ToReplica], running: dict[int, _Running], out: link.FromReplica
+        self,
+        messages: AsyncIterator[link.ToReplica],
+        running: dict[int, _Running],
+        out: link.FromReplica,
+        read: list[int],
     ) -> None:
         async for message in messages:
             while self.deaf:
                 await asyncio.sleep(STEP_S)
-            self.read += 1
+            read[0] += 1
             what = message.WhichOneof("what")
             if what == "start":
                 start = message.start
@@ -219,11 +223,11 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServic
                 del running[rid]
         return tokens
 
-    def _state(self, running: dict[int, _Running]) -> link.State:
+    def _state(self, running: dict[int, _Running], read: int) -> link.State:
         return link.State(
             steps=self.steps, running=len(running), free_blocks=90, blocks=100, draining=self.draining,
             compiling=self.compiling, age_s=self.age_s, programs_left=self.programs_left,
-            read=self.read,
+            read=read,
             adapters=[link.Residency(key=key, tier="HOST", rank=8) for key in self.holds],
         )  # fmt: skip
 

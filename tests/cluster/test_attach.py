@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jlora.cluster.attach import COMPILING_S, Attached, Terms
+from jlora.cluster.attach import COMPILING_S, DEAF_S, Attached, Terms
 from jlora.cluster.proto import link_pb2 as link
 from tests.cluster import _port as port
 from tests.cluster._links import INFO
 
-MOST = 20  # messages that may wait
+MOST = 100  # messages that may wait
 
 
 class Ears:
@@ -139,17 +139,17 @@ def test_messages_must_arrive_also_while_it_speaks(ground: Ground):
             ground.hear(read=read)
 
     speak(3.0, read=1)  # all that was sent: the hello
-    port.wrote(ground.one, 2)
-    speak(0.8, read=1)
-    speak(0.8, read=2)  # late, and one is on its way
-    speak(3.0, read=3)
+    port.wrote(ground.one, 3)
+    for read in (1, 2, 3):  # it reads slowly, and does not stand
+        speak(DEAF_S - 0.5, read=read)
+    speak(DEAF_S + 1, read=4)
     assert not ground.lost
     port.wrote(ground.one, 1)
-    speak(3.0, read=0)  # an older one does not count
+    speak(DEAF_S + 1, read=0)  # an older one does not count
     assert not ground.lost
     port.wrote(ground.one, 1)
-    speak(1.3, read=4)
-    assert len(ground.lost) == 1 and "has read no message for 1." in ground.lost[0]
+    speak(DEAF_S + 0.3, read=5)
+    assert len(ground.lost) == 1 and "has read no message for 5." in ground.lost[0]
 
 
 def test_a_replica_that_reads_nothing_is_given_up(ground: Ground):

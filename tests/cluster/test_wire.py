@@ -96,6 +96,14 @@ def test_a_setting_that_a_later_release_has_is_read_as_its_default():
     assert b"later" in told and wire.info(told) == info
     with pytest.raises(ValueError, match="int"):
         wire.info(told.replace(b'"vocab":', b'"vocab":-0.5,"x":'))
+    with pytest.raises(ValueError, match="target_modules"):  # replicas are compared in it
+        wire.info(told.replace(b'"target_modules":"all"', b'"target_modules":"later"'))
+
+
+def test_an_error_has_the_name_of_its_own_adapter_alone():
+    own = Version("own", 1, "/own")
+    said = wire.failure(1, NotFound("adapter 'own@1' is not loaded; did you mean 'own@12'?"))
+    assert str(wire.error(said, own)) == "adapter 'own' is not loaded; did you mean 'own@12'?"
 
 
 def test_a_later_versions_kind_of_cold_start_is_none():
