@@ -7,6 +7,7 @@ jlora generate --model sql "How many users are there?"
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jlora: unknown command {name!r}: the nearest valid one is {near!r} (see jlora --help)", file=sys.stderr)
         return 2
     try:
-        return _run(COMMANDS[name][1], rest)
+        code = _run(COMMANDS[name][1], rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `jlora sim | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141  # as of a process that SIGPIPE ends
     except JloraError as e:
         print(f"jlora {name}: {e}", file=sys.stderr)
         return 1

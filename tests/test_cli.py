@@ -79,6 +79,16 @@ def test_the_command_is_there_as_a_module_too():
     assert done.returncode == 0 and done.stdout.decode().strip() == f"jlora {__version__}"
 
 
+def test_a_reader_that_leaves_early_is_no_error():
+    """As in `jlora sim | head`."""
+    argv = [sys.executable, "-m", "jlora.cli", "sim", "--seconds", "5", "--rate", "2", "--policy", "jlora"]
+    ran = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert ran.stdout is not None and ran.stderr is not None
+    ran.stdout.close()
+    said = ran.stderr.read()
+    assert ran.wait(60) == 141 and "Error" not in said and "ignored" not in said
+
+
 def test_an_installed_package_says_where_the_studies_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

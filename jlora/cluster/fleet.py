@@ -227,6 +227,7 @@ class LocalFleet:
                 raise Unavailable(f"replica {name}: the fleet stops")
             child = self._children[name] = Child(config, self._module)
         try:
+            log.info("replica %s: is process %d", name, child.pid)
             self._places.put(name, child.ready())
             if not up.done():
                 up.set_result(None)
