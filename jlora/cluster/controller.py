@@ -173,7 +173,7 @@ class Controller(Directory):
             version = self._version(load, kept)
             try:
                 answer = self.calls.load(member.address, _message(version, load))
-                return version, answer.result(lambda at=member: wanted() and self._is_up(at))
+                return version, answer.result(lambda at=member: wanted() and self._is_there(at))
             except (Unavailable, ResourceExhausted) as e:
                 log.warning("adapter %s is not read at replica %s: %s", version.key, member.name, e)
                 error = e
@@ -296,12 +296,12 @@ class Controller(Directory):
 
     def _pin_everywhere(self, version: Version, pinned: bool) -> None:
         """At every replica that is up, or, if one has no room, at none. Raises ResourceExhausted."""
-        members = self.members()
+        members = self.up()
         answers = [(m, self.ask_to_pin(m, version, pinned)) for m in members]
         try:
             for member, answer in answers:
                 try:
-                    answer(lambda at=member: self._is_up(at))
+                    answer(lambda at=member: self._is_there(at))
                 except (Unavailable, NotFound) as e:  # upkeep pins it there in time
                     log.warning("adapter %s is not pinned at replica %s: %s", version.key, member.name, e)
         except JloraError:
@@ -343,7 +343,7 @@ class Controller(Directory):
         return replace(info_of(row), tier=nearest_tier(members, key), running=self.uses.count(key))
 
     def _info(self, row: Row) -> AdapterInfo:
-        """What all replicas that are up say of an adapter, together."""
+        """What all replicas say of an adapter, together."""
         key, members = key_of(row), self.members()
         found = [info for _, info in self._gathered(members, lambda m: self.calls.get(m.address, key))]
         told = self._told(row, members)
@@ -365,7 +365,7 @@ class Controller(Directory):
     # -- replicas -------------------------------------------------------------------------------
 
     def _drop(self, key: str) -> None:
-        """Takes a version from every replica that is up and has it; upkeep does so at those that come."""
+        """Takes a version from every replica that is there; upkeep does so at those that come."""
         self._pins.pop(key, None)
         list(self._gathered(self.members(), lambda m: self.calls.unload(m.address, key)))
 
@@ -375,15 +375,19 @@ class Controller(Directory):
         """The answers of those that answer."""
         for member, answer in [(member, ask(member)) for member in members]:
             try:
-                yield member, answer.result(lambda at=member: self._is_up(at))
+                yield member, answer.result(lambda at=member: self._is_there(at))
             except JloraError as e:
                 log.debug("replica %s: %s", member.name, e)
 
+    def up(self) -> list[Member]:
+        """Replicas that take more."""
+        return [member for member in self.members() if not member.draining]
+
     def by_room(self) -> list[Member]:
         """Replicas that are up, those with the fewest adapters in memory first."""
-        return sorted(self.members(), key=lambda m: sum(tier != "DISK" for tier in m.tiers.values()))
+        return sorted(self.up(), key=lambda m: sum(tier != "DISK" for tier in m.tiers.values()))
 
-    def _is_up(self, member: Member) -> bool:
+    def _is_there(self, member: Member) -> bool:
         return any((m.name, m.address) == (member.name, member.address) for m in self.members())
 
     def _check_free(self, name: str) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from jlora.cluster.view import THERE
+from jlora.cluster.view import THERE, ReplicaView
 from jlora.replica import Load
 from jlora.types import AdapterInfo
 
@@ -51,12 +51,13 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica that is up.
+    """A replica that is up, or that drains.
 
     Attributes:
         address: of its gRPC port; a replica that starts again may have another.
         tiers: version key -> "HBM", "HOST", "LOADING" or "DISK"; a version that it lacks is not named.
         blocks: of its pool; host_blocks: of its host tier; 0 while it has not told them.
+        draining: it lends what it has, and takes nothing more.
     """
 
     name: str
@@ -64,6 +65,12 @@ class Member:
     tiers: Mapping[str, str] = field(default_factory=dict)
     blocks: int = 0
     host_blocks: int = 0
+    draining: bool = False
+
+    @classmethod
+    def of(cls, address: str, seen: ReplicaView) -> Member:
+        """What a router sees of it."""
+        return cls(seen.name, address, seen.tiers, seen.blocks, seen.host_blocks, seen.health == "draining")
 
 
 TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
@@ -97,7 +104,7 @@ class Directory(Protocol):
     fetches: int = 0
 
     def follow(self, members: Members) -> None:
-        """Says where to learn which replicas are up; called once, before any request. It must not block."""
+        """Says where to learn which replicas are there; called once, before any request. It must not block."""
         ...
 
     def current(self, name: str) -> Version:

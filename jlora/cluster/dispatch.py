@@ -84,12 +84,12 @@ class Dispatcher:
         return [one for one in self.links.values() if one.channel is not None]
 
     def members(self) -> list[Member]:
-        """The replicas that are up. Any thread may call."""
+        """The replicas that are up, and those that drain. Any thread may call."""
         view = self.books.view
         links = list(self.links.values())
         seen = [(one, view.get(one.name)) for one in links]  # the loop's thread may take it away just now
-        up = [(one, it) for one, it in seen if it is not None and it.health == "up"]
-        return [Member(one.name, one.address, it.tiers, it.blocks, it.host_blocks) for one, it in up]
+        there = [(one, it) for one, it in seen if it is not None and it.health in ("up", "draining")]
+        return [Member.of(one.address, it) for one, it in there]
 
     def place(self, addresses: Mapping[str, str]) -> None:
         """The service's replicas from now on, by name."""

@@ -105,7 +105,7 @@ class Placing:
 
     def round(self) -> None:
         """A time step if one is due, or replicas have come or gone; then a look."""
-        members, now = self._controller.members(), self._clock()
+        members, now = self._controller.up(), self._clock()
         due = now - self._stepped >= self._steps.every_s
         if due or {m.name for m in members if m.blocks} != self._members:
             self.step(members, close=due)

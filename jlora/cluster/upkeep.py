@@ -91,6 +91,8 @@ class Upkeep:
             for key in member.tiers.keys() - self._current:
                 if is_key(key) and not self._controller.wanted(key):
                     self._begin(("drop", member.name, member.address, key), now, self._unload)
+            if member.draining:
+                continue
             if (compare := ("compare", member.name, member.address, "*")) not in self._compared:
                 self._begin(compare, now, self._compare)
             for key, wanted in pins.items():
@@ -166,8 +168,9 @@ class Upkeep:
         """Directories that have come and gone."""
         self._controller.add(self._found.look(self._controller.registry))
         members = self._controller.members()
-        held = Counter(key for member in members for key, tier in member.tiers.items() if tier != "DISK")
-        self._save([key for key, holders in held.items() if holders == 1], members)
+        held = _holders(members)
+        staying = _holders(self._controller.up())
+        self._save([key for key in held if staying[key] < 2], members)
         for row in self._found.gone(self._controller.registry.all()):
             if key_of(row) not in held:  # otherwise a replica can still serve it
                 log.info("adapter %s is not known any more: its files are gone", row.name)
@@ -176,8 +179,8 @@ class Upkeep:
     def _save(self, lonely: Sequence[str], members: Sequence[Member]) -> None:
         """Has a second replica keep the versions that one has in memory, and that no path has any more.
 
-        The most used first, `SAVES` at once. How many a replica keeps is its own affair: its host tier has to hold
-        them until the files are back.
+        Those of a replica that drains, too, for it may end soon. The most used first, `SAVES` at once. How many a
+        replica keeps is its own affair: its host tier has to hold them until the files are back.
         """
         now = self._clock()
         self._full = {where: until for where, until in self._full.items() if until > now}
@@ -238,3 +241,8 @@ class Upkeep:
 
         self._pool.submit(tried)
         return True
+
+
+def _holders(members: Sequence[Member]) -> Counter[str]:
+    """Version key -> replicas that have it in memory, or soon."""
+    return Counter(key for member in members for key, tier in member.tiers.items() if tier != "DISK")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jlora.cluster.requests import MOST_LOSSES
+from tests.cluster import _port as port
 from tests.cluster._links import request, service, submit, wait_for
 from tests.cluster.test_router import whole
 
@@ -16,6 +17,10 @@ def test_a_draining_replicas_requests_move_and_new_ones_avoid_it():
         wait_for(lambda: len(client.tokens()) > 5)
         busy.draining = True
         wait_for(lambda: other.started)
+        assert {member.name: member.draining for member in port.dispatcher(two.router).members()} == {
+            busy.name: True,
+            other.name: False,
+        }
         whole(client, asked, two)
         assert busy.cancelled and other.started[0].done
         more = request("more", max_tokens=5)

@@ -42,6 +42,7 @@ class Keeps(Calls):
         super().__init__()
         self.held: list[tuple[str, str]] = []
         self.full: set[str] = set()
+        self.lender = "h:0"
         self.loaded = pb.AdapterInfo(digest="new")
 
     def load(self, address: str, message: pb.LoadAdapterRequest) -> Answer:
@@ -51,7 +52,7 @@ class Keeps(Calls):
         return Answer(address, answered(pb.AdapterInfo()))
 
     def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
-        assert lost and peers == ("h:0",)
+        assert lost and self.lender in peers
         answer: Future[pb.AdapterInfo] = Future()
         self.held.append((address, version.key))
         if address in self.full:
@@ -68,12 +69,13 @@ class Ground:
     calls: Keeps = field(default_factory=Keeps)
     now: float = 100.0
     tiers: dict[str, dict[str, str]] = field(default_factory=dict)
+    draining: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         system = System(clock=lambda: self.now)
         found, registry = Found(Config(), system), Registry("", system.threads)
         self.controller = Controller(registry, found, self.calls, system)
-        self.controller.follow(lambda: [Member(name, f"h:{name[1:]}", tiers) for name, tiers in self.tiers.items()])
+        self.controller.follow(self.members)
         self.upkeep = Upkeep(self.controller, found, system)
         versions = [Version(f"a{i}", i + 1, f"/nowhere/a{i}") for i in range(COUNT)]
         registry.put([row_of(version, INFO, False, 0.0) for version in versions])
@@ -83,6 +85,11 @@ class Ground:
             for _ in range(uses):
                 self.controller.begin(version)
                 self.controller.end(version)
+
+    def members(self) -> list[Member]:
+        return [
+            Member(name, f"h:{name[1:]}", tiers, draining=name in self.draining) for name, tiers in self.tiers.items()
+        ]
 
     def look(self, calls: int) -> list[str]:
         """Which were asked for in a look that begins so many calls; the most used last."""
@@ -125,6 +132,23 @@ def test_a_replica_that_is_full_is_left_in_peace_for_a_while(ground: Ground):
     ground.now += FULL_S
     del ground.tiers["r2"]
     assert len(ground.look(SAVES)) == SAVES
+
+
+def test_a_replica_that_drains_lends_what_it_has_and_takes_nothing(ground: Ground):
+    """`hold` asserts who lends."""
+    ground.draining = {"r0"}
+    ground.tiers["r2"] = {}
+    first = ground.look(SAVES)
+    assert first == ground.keys[-SAVES:]
+    ground.tiers["r1"] = dict.fromkeys(first, "HOST")
+    ground.draining = {"r1"}
+    ground.tiers["r0"] = {}
+    ground.tiers["r2"] = dict.fromkeys(ground.keys, "HOST")
+    ground.now += AGAIN_S + 1
+    taken = len(ground.calls.held)
+    ground.calls.lender = "h:2"
+    assert ground.look(SAVES)
+    assert {address for address, _ in ground.calls.held[taken:]} == {"h:0"}, "it is the only one that takes more"
 
 
 @pytest.mark.parametrize(
