@@ -3,6 +3,9 @@
 Two replicas are processes with the product's link and fronts over a stand-in for the engine, which gives every
 stream a token at each step. The router's process has the product's fronts with the demo model's tokenizer. Clients
 run in a process of their own. A token's id is the time of its step, so its reader knows how late it is.
+
+The floor is what gRPC itself takes: a server of `grpc.aio` that writes one message to each stream at each step, and
+does nothing else.
 """
 
 from __future__ import annotations
@@ -29,10 +32,13 @@ from jlora.demo import assets
 from jlora.loadgen.rounds import Sample, Side
 from jlora.serve.backend import Backend
 from jlora.serve.pauses import Pauses
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
 from jlora.serve.tokenizer import Tokenizer
 
 STREAMS, SECONDS, REPLICAS = 64, 4.0, 2
+Context = grpc.aio.ServicerContext
 
 
 def replica(step_s: float, told: Any) -> None:
@@ -59,6 +65,10 @@ def run(options: Options) -> None:
     cases = {f"{s * 1e3:g} ms, coalesced over {c * 1e3:g} ms": (s, c) for s in (0.005, 0.02) for c in (0.0, 0.02)}
     sides = [
         Side(name, lambda case=case: asyncio.run(_measure(*case, streams, seconds))) for name, case in cases.items()
+    ]
+    sides += [
+        Side(f"{s * 1e3:g} ms, floor", lambda s=s: asyncio.run(_floor(s, streams, int(seconds / s))))
+        for s in (0.005, 0.02)
     ]
     records.measure("rounds", sides, options.budget(5))
 
@@ -106,6 +116,47 @@ async def _routed(addresses: Sequence[str], coalesce_s: float, streams: int, tok
     await server.stop(0)
     await router.aclose()
     return sample
+
+
+async def _floor(step_s: float, streams: int, tokens: int) -> Sample:
+    server = grpc.aio.server()
+    rpc.add_InferenceServicer_to_server(_Bare(step_s), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    loop = asyncio.get_running_loop()
+    with second_process() as clients:
+        await loop.run_in_executor(clients, ask, address, streams, 2)
+        cpu = time.process_time()
+        got = await loop.run_in_executor(clients, ask, address, streams, tokens)
+        used = time.process_time() - cpu
+    await server.stop(0)
+    return {"cpu_s_per_token": used / got["deltas"], "deltas_per_token": got["deltas"] / (streams * tokens)}
+
+
+class _Bare(rpc.InferenceServicer):
+    """Writes a token to all streams at each step."""
+
+    def __init__(self, step_s: float):
+        self._step_s = step_s
+        self._step: asyncio.Future[None] | None = None
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
+        for count in range(request.stopping.max_tokens):
+            await self._next()
+            output = pb.Output(token_ids=[token_now(count)], text="a word")
+            await context.write(pb.GenerateResponse(outputs=[output]))
+
+    def _next(self) -> asyncio.Future[None]:
+        """The next step, the same for all who wait now."""
+        if self._step is None:
+            loop = asyncio.get_running_loop()
+            self._step = step = loop.create_future()
+            loop.call_at(self._step_s * (loop.time() // self._step_s + 1), self._end, step)
+        return self._step
+
+    def _end(self, step: asyncio.Future[None]) -> None:
+        self._step = None
+        step.set_result(None)
 
 
 class _NoAdapters:
