@@ -181,7 +181,7 @@ class ServeConfig:
     http_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     heartbeat_s: Annotated[float, Meta(gt=0)] = 10.0
-    stall_s: Annotated[float, Meta(gt=0)] = 60.0
+    stall_s: Annotated[float, Meta(gt=0)] = 30.0
     coalesce_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
     max_request_mib: Annotated[float, Meta(gt=0, lt=2048)] = 4.0
     keys: str = ""

@@ -19,6 +19,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 
 WORKERS = 64
 CONNECTIONS = 10  # of F11: one connection takes fewer calls
+TENANTS = ("a", "b", "c", "d")  # of F11, in turn
 WAIT_S = 60.0  # for all refusals of F11
 MORE = 1.05  # requests over the room of F11: the queue is full, and stays so for a while
 STEPS, CALLS, CALM_S = 100, 500, 20.0  # that F11 times while the queue is full, and the most seconds of the calls
@@ -78,7 +79,7 @@ class Full:
 async def burst(client: Client, count: int, full: Full) -> Figures:
     """F11: more long requests at once than the server takes; then `count` more, and all are cancelled.
 
-    Adapters are drawn by Zipf's law. Between the two, with the queue full, steps are timed, and the refusals of a
+    Adapters are drawn by Zipf's law, tenants in turn. Between the two, with the queue full, steps are timed, and the refusals of a
     client that asks for one thing at a time.
     """
     rng, late = random.Random(11), list[float]()
@@ -89,7 +90,8 @@ async def burst(client: Client, count: int, full: Full) -> Figures:
 
     async def one(number: int) -> str:
         began = time.monotonic()
-        status, _ = await callers[number % CONNECTIONS].answer(exactly(900, (5, 6, 7), model=models[number]))
+        asked = exactly(900, (5, 6, 7), model=models[number], tenant=TENANTS[number % len(TENANTS)])
+        status, _ = await callers[number % CONNECTIONS].answer(asked)
         if status == "RESOURCE_EXHAUSTED":
             late.append(time.monotonic() - began)
         return status

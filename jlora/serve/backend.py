@@ -69,7 +69,7 @@ class Backend:
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
     threads: Threads = field(default_factory=OsThreads)
-    stall_s: float = 60.0
+    stall_s: float = 30.0
     pauses: Pauses | None = None
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
 
