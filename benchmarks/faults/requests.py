@@ -79,8 +79,8 @@ class Full:
 async def burst(client: Client, count: int, full: Full) -> Figures:
     """F11: more long requests at once than the server takes; then `count` more, and all are cancelled.
 
-    Adapters are drawn by Zipf's law, tenants in turn. Between the two, with the queue full, steps are timed, and the refusals of a
-    client that asks for one thing at a time.
+    Adapters are drawn by Zipf's law, tenants in turn. Between the two, with the queue full, steps are timed, and the
+    refusals of a client that asks for one thing at a time.
     """
     rng, late = random.Random(11), list[float]()
     weights = [1 / (i + 1) for i in range(len(full.names))]
