@@ -334,7 +334,7 @@ class Dispatcher:
         routed, seen = self.table.get(move.key), self.books.view.get(move.target)
         if routed is None or routed.replica != move.source or seen is None or seen.health != "up":
             return False
-        if not (routed.movable and self.choice.has_room(seen)) or move.target in routed.others:
+        if not (routed.movable and self.choice.has_room(seen)):
             return False
         with self._alone(routed):
             self._cancel(routed, moved=True)

@@ -1,7 +1,7 @@
 """The router's process: the fronts over a `Router`. It starts the replicas if the fleet does, and never imports jax.
 
 bind the ports, and answer UNAVAILABLE
-start the fleet, and wait until a replica is attached
+start the fleet, and wait until a replica is attached, and a little for the others
 print the ready line, health SERVING
 SIGTERM or SIGINT: as `jlora serve`; then the fleet stops
 """
@@ -40,6 +40,8 @@ from jlora.serve.tokenizer import Tokenizer
 from jlora.step_model import FittedSteps
 
 log = logging.getLogger(__name__)
+
+REST_S = 2.0  # for the other replicas, once one is attached
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None
         await starting
         left = max(1.0, config.cluster.start_timeout_s - (time.monotonic() - began))
         async with asyncio.timeout(left):
-            await router.ready()
+            await router.ready(REST_S)
         return router, await asyncio.to_thread(_tokenizer, config, router)
     except TimeoutError:
         await router.aclose()

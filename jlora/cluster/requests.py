@@ -112,8 +112,8 @@ class Routed:
 
     @property
     def movable(self) -> bool:
-        """Whether the balance may move it once more."""
-        return self.moves < MOST_MOVES
+        """Whether the balance may move it once more: not if only some replicas have its weights."""
+        return self.moves < MOST_MOVES and not self.others
 
     @property
     def due(self) -> float:

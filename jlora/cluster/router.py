@@ -82,9 +82,12 @@ class Router(Replica):
         """The addresses of the replicas from now on, by name. Any thread may call; it returns at once."""
         self._post(lambda: None if self._closed else self._dispatcher.place(dict(addresses)))
 
-    async def ready(self) -> None:
-        """Waits until a replica is attached for the first time."""
+    async def ready(self, rest_s: float = 0.0) -> None:
+        """Waits until a replica is attached for the first time; then at most `rest_s` for the others."""
         await self._ready.wait()
+        until = self._terms.clock() + rest_s
+        while len(self.replicas) < len(self._dispatcher.links) and self._terms.clock() < until:
+            await asyncio.sleep(TICK_S)
 
     @property
     def replicas(self) -> list[Attached]:

@@ -132,7 +132,8 @@ def event(message: link.Token, request_id: str, handle: int) -> TokenEvent:
 def failure(rid: int, error: BaseException, elsewhere: bool = False) -> link.Failure:
     """An error as its class and message; a bug of ours has no class of `jlora.errors`."""
     kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
-    return link.Failure(rid=rid, kind=kind, message=str(error), elsewhere=elsewhere)
+    told = error.message if isinstance(error, errors.NotFound) else str(error)  # names near it are keys here
+    return link.Failure(rid=rid, kind=kind, message=told, elsewhere=elsewhere)
 
 
 def error(message: link.Failure, version: Version | None = None) -> Exception:

@@ -40,6 +40,8 @@ def parse(texts: Sequence[str], replicas: int) -> tuple[Loss, ...]:
         if loss.at < back.get(loss.replica, 0.0):
             raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come when the replica is back")
         back[loss.replica] = loss.at + loss.down_s
+    if losses and sum(math.isinf(at) for at in back.values()) == replicas:
+        raise ConfigError(f"--fail {losses[-1].at:g}:r{losses[-1].replica}: no replica would be left; give a DOWN_S")
     return tuple(losses)
 
 

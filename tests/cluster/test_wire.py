@@ -12,7 +12,7 @@ from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import Broken
 from jlora.config import Config
-from jlora.errors import JloraError, NotFound, QueueFull, Unavailable
+from jlora.errors import DataLoss, JloraError, NotFound, QueueFull, Unavailable
 from jlora.replica import ReplicaInfo
 from jlora.types import Done, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 from jlora.validation import Limits, validate
@@ -67,7 +67,7 @@ def test_a_message_with_neither_a_token_nor_an_end_is_none():
         wire.event(link.Token(rid=1, position=3), "r", 1)
 
 
-@pytest.mark.parametrize("error", [NotFound("no x", ["y"]), QueueFull("full", 3.0), Unavailable("drains")])
+@pytest.mark.parametrize("error", [NotFound("no x"), QueueFull("full", 3.0), Unavailable("drains")])
 def test_an_error_keeps_its_class_and_message(error: JloraError):
     got = wire.error(wire.failure(4, error))
     assert type(got) is type(error) and str(got) == str(error)
@@ -102,8 +102,13 @@ def test_a_setting_that_a_later_release_has_is_read_as_its_default():
 
 def test_an_error_has_the_name_of_its_own_adapter_alone():
     own = Version("own", 1, "/own")
-    said = wire.failure(1, NotFound("adapter 'own@1' is not loaded; did you mean 'own@12'?"))
-    assert str(wire.error(said, own)) == "adapter 'own' is not loaded; did you mean 'own@12'?"
+    said = wire.failure(1, DataLoss("adapter 'own@1' is not 'own@12'"))
+    assert str(wire.error(said, own)) == "adapter 'own' is not 'own@12'"
+
+
+def test_an_error_does_not_name_other_versions_that_are_like_it():
+    said = wire.failure(1, NotFound("adapter 'own@1' is not loaded", ["own@12"]))
+    assert str(wire.error(said, Version("own", 1, "/own"))) == "adapter 'own' is not loaded"
 
 
 def test_a_later_versions_kind_of_cold_start_is_none():

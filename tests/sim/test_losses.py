@@ -191,6 +191,12 @@ def test_a_schedule_is_in_order_and_kills_no_dead_one():
         parse(["3:0:2", "4:0"], 2)
 
 
+def test_one_replica_must_be_left_or_come_back():
+    assert len(parse(["1:0", "2:1:5"], 2)) == 2
+    with pytest.raises(ConfigError, match="2:r1: no replica would be left"):
+        parse(["2:1", "1:0:0.5", "1.7:0"], 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
