@@ -57,6 +57,7 @@ class Traced:
         self._directory = directory / FOLDER
         self._about = _digest(repr((_environment(), facts)).encode()).hex()
         self._keeps = _sources() == LOADED
+        self._told = False
 
     def __call__(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of arrays, which calls what was traced for arguments of the same shapes."""
@@ -74,12 +75,18 @@ class Traced:
                     # Of a flat list, so that an entry does not depend on the arguments' classes.
                     found = export.export(jax.jit(lambda *flat: function(*jax.tree.unflatten(tree, flat))))(*shapes)
                     _write(path, found)
-                except (NotImplementedError, ValueError) as e:  # for example, it calls back into Python
-                    log.info("the program %s cannot be kept: %s", name, e)
-                    return function(*args)
+                except Exception as e:  # it calls back into Python, or MLIR cannot express it for an older reader
+                    self._tell(name, e)
+                    return function(*args)  # a fault of its own is raised again here
             return found.call(*arrays)
 
         return program
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Says once that programs are not kept: what one meets, the others often meet, too."""
+        level, self._told = logging.INFO if self._told else logging.WARNING, True
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.log(level, "the program %s cannot be kept, so every start traces it again: %s", name, what)
 
 
 def _environment() -> list[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jlora.engine import compile_cache
+from jlora.errors import ConfigError
 from jlora.model import traced
 from jlora.model.packed import Packed
 from jlora.model.traced import FOLDER, Traced
@@ -114,6 +115,30 @@ def test_records_of_other_fields_are_other_programs(tmp_path: Path):
 def test_a_directory_that_cannot_be_written_still_serves(tmp_path: Path):
     (tmp_path / FOLDER).write_text("a file")
     assert run(tmp_path, Program()) == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("part", [(traced.export, "export"), (traced, "_write")], ids=["export", "serialize"])
+def test_a_program_that_cannot_be_exported_runs_all_the_same_and_one_warning_says_so(
+    part: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fails(*_: object) -> NoReturn:
+        raise RuntimeError("failed to downgrade\n  to a version that older readers know")
+
+    monkeypatch.setattr(*part, fails)
+    wrap = Traced(tmp_path)
+    for name in ("one", "two"):
+        assert jax.jit(wrap(name, Program()))(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.endswith("RuntimeError: failed to downgrade") and "program one" in warning
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_fault_of_the_program_itself_is_raised(tmp_path: Path):
+    def program(x: jax.Array) -> NoReturn:
+        raise ConfigError("tiles do not fit")
+
+    with pytest.raises(ConfigError, match="tiles do not fit"):
+        jax.jit(Traced(tmp_path)("x", program))(X)
 
 
 def test_what_was_read_updates_a_donated_argument_in_place(tmp_path: Path):
