@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jlora.config import ServeConfig
 from jlora.errors import InvalidArgument, PermissionDenied, ResourceExhausted
@@ -105,33 +106,38 @@ class Call:
         await self._body(events, more)
 
     async def fail(self, error: BaseException, where: str) -> None:
-        """An error as the answer, or as the last event of a stream."""
+        """An error as the answer, or as the last event of a stream, if the client reads it."""
         status, value, headers = failures.answer(self.caller.told(error), where)
-        if not self._started:
-            await self.json(value, status, headers)
-        else:
-            await self._body(event(value) + DONE, more=False)
+        with suppress(ResourceExhausted):  # it reads nothing, and has been cut off
+            if not self._started:
+                await self.json(value, status, headers)
+            else:
+                await self._body(event(value) + DONE, more=False)
 
     async def gone(self) -> None:
         """Returns when the client has closed its connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _body(self, content: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._config.stall_s):
-                await self._send({"type": "http.response.body", "body": content, "more_body": more})
-        except TimeoutError:
-            self._cut()  # closing would wait for the client to read
-            limit = f"serve.stall_s = {self._config.stall_s:g} s"
-            raise ResourceExhausted(f"the client has read nothing for {limit}") from None
-
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self._started = True
         if self.leaves():
             headers = {**headers, "connection": "close"}
         raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._put({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _body(self, content: bytes, more: bool) -> None:
+        await self._put({"type": "http.response.body", "body": content, "more_body": more})
+
+    async def _put(self, message: Message) -> None:
+        """Sends a part of the answer, once the client has read enough of what came before it on the connection."""
+        try:
+            async with asyncio.timeout(self._config.stall_s):
+                await self._send(message)
+        except TimeoutError:
+            self._cut()  # closing would wait for the client to read
+            limit = f"serve.stall_s = {self._config.stall_s:g} s"
+            raise ResourceExhausted(f"the client has read nothing for {limit}") from None
 
 
 Handler = Callable[[Call], Awaitable[None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import select
 import socket
 import threading
 import time
@@ -137,6 +138,34 @@ def test_a_whole_answer_that_nobody_reads_is_cut(served: Served):
                 answer += piece
     declared = re.search(rb"content-length: (\d+)", answer)
     assert declared is not None and len(answer) < int(declared[1])
+
+
+def test_a_client_that_leaves_its_answers_unread_holds_no_place(served: Served):
+    """The head of the next answer waits for what is unread of those before, on the same connection."""
+    body, most = {**LONG, "max_tokens": 30, "n": 8, "logprobs": 20}, 100
+    config = ServeConfig(heartbeat_s=60.0, stall_s=0.5)
+    with serving(served.backend, config) as impatient, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url = urlsplit(impatient.http)
+        raw.connect((url.hostname, url.port))
+        for _ in range(most):
+            before = served.stats().generated_tokens
+            raw.sendall(posted(body))
+            wait_until(lambda before=before: cut(raw) or served.stats().generated_tokens == before + 240)
+            wait_until(lambda: cut(raw) or answered(served), timeout_s=10)
+            if cut(raw):
+                break
+        else:
+            raise AssertionError(f"{most} unread answers fit the sockets")
+        wait_until(lambda: answered(served), timeout_s=10)
+    served.check_idle()
+
+
+def cut(raw: socket.socket) -> bool:
+    """Whether the server has reset the connection."""
+    said = select.poll()
+    said.register(raw, 0)  # POLLERR and POLLHUP need no asking
+    return bool(said.poll(0))
 
 
 def test_another_server_of_the_same_replica_that_stops_takes_nobodys_health(served: Served):
