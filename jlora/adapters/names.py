@@ -65,17 +65,21 @@ def _discover(directory: str, files: Files) -> dict[str, str]:
         raise InvalidArgument(f"adapters.dir = {directory!r}: {str(e).removeprefix('path: ')}") from e
     except (OSError, ValueError) as e:
         raise ConfigError(f"adapters.dir = {directory!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
-    return {check_name(d.name): str(d) for d in entries if (d / "adapter_config.json").is_file()}
+    return {d.name: str(d) for d in entries if (d / "adapter_config.json").is_file()}
 
 
-def at_start(paths: Mapping[str, str], directory: str, files: Files) -> dict[str, str]:
+def at_start(paths: Mapping[str, str], directory: str, files: Files, tolerant: bool = False) -> dict[str, str]:
     """The adapters to load at start: those of `paths` and those in `directory`.
+
+    With `tolerant`, the caller checks the names of those in `directory`, each by itself.
 
     Raises:
         ConfigError, InvalidArgument: `directory` cannot be read, or `files` may not read there; a name is wrong.
     """
     named = {check_name(name): path for name, path in paths.items()}
     found = _discover(directory, files) if directory else {}
+    for name in () if tolerant else found:
+        check_name(name)
     twice = sorted(set(named) & set(found))
     if twice:
         raise ConfigError(f"adapter {twice[0]!r} is in adapters.paths and in adapters.dir: name it once")

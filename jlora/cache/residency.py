@@ -340,6 +340,8 @@ class Residency:
                 self.counters.blocks_lost += 0 if node.host else node.size
                 self._leave_device(node)
                 self._prune(node)
+        if copy.adapter.droppable:
+            self.candidates.offer(copy.adapter)
         self.epoch += 1
         return True
 

@@ -101,6 +101,9 @@ def _checked(config: Config) -> Config:
     if config.cluster.replica:
         told = f"cluster.replica = {config.cluster.replica!r}: each replica gets a name of its own"
         raise ConfigError(f"{told}; their number is cluster.replicas")
+    if config.engine.merge not in ("off", "auto"):
+        told = f"engine.merge = {config.engine.merge!r}: names no adapter at replicas"
+        raise ConfigError(f"{told}, which know versions of adapters; must be off or auto")
     return config
 
 

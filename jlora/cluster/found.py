@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jlora.adapters.adapter import Scan
 from jlora.adapters.catalogue import Row
-from jlora.adapters.names import at_start, removed
+from jlora.adapters.names import at_start, check_name, removed
 from jlora.adapters.peft import FILES, scan_peft
 from jlora.cluster.directory import Version
 from jlora.cluster.registry import Registry, info_of
@@ -79,7 +79,7 @@ class Found:
         return stamp is not None and (not row.stamp or stamp == tuple(row.stamp))
 
     def _rows(self, registry: Registry, tolerant: bool) -> Iterator[Row]:
-        for name, path in at_start(self._adapters.paths, self._adapters.dir, self._files).items():
+        for name, path in at_start(self._adapters.paths, self._adapters.dir, self._files, tolerant).items():
             path, stamp = os.path.abspath(path), self._stamp(path)
             known = registry.find(name)
             if known is not None and (known.digest or known.path != path or tuple(known.stamp) == stamp):
@@ -87,11 +87,12 @@ class Found:
             if path in self._refused and self._refused[path] == stamp:
                 continue
             try:
+                check_name(name)
                 scan = self._scan(path)
             except JloraError as e:
                 if not tolerant:
                     raise type(e)(f"adapter {name}: {e} (from {path})") from e
-                log.warning("adapter %s is left out as it is: %s", name, e)
+                log.warning("adapter %r is left out as it is: %s", name, e)
                 if not isinstance(e, Busy):
                     self._refused[path] = stamp
             else:  # what fails here is the registry, not the adapter: the next look tries again

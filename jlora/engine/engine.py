@@ -148,7 +148,8 @@ class Engine:
         prompt = sum(work.count for work in done.plan.prefill)
         if not done.plan.helps:
             step_s = now - max(counts.committed, done.dispatched)
-            if prompt >= ROW:  # learns what a prompt token costs beside the running sequences
+            switches = self._switching is not None and self._switching.moved
+            if prompt >= ROW and not switches:  # learns what a prompt token costs beside the running sequences
                 self._manager.policy.meter.observe_prefill(prompt, step_s)
             if self._switching is not None:
                 self._switching.observe(done.plan, step_s)

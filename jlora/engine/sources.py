@@ -23,7 +23,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from jlora.adapters.catalogue import Catalogue, Row
-from jlora.adapters.names import at_start, check_key, removed
+from jlora.adapters.names import at_start, check_key, check_name, removed
 from jlora.adapters.packing import FORMAT, blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
@@ -170,19 +170,22 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     """
     rows = {row.name: row for row in catalogue.rows()}
     known_paths = [row.path for row in rows.values()]
-    paths, tolerant = at_start(config.adapters.paths, config.adapters.dir, reader.files), config.adapters.lazy
+    tolerant = config.adapters.lazy
+    paths = at_start(config.adapters.paths, config.adapters.dir, reader.files, tolerant)
     found: list[Row | NewAdapter] = []
     left_out: list[str] = []
     shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks
     for name in tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False):
         row = rows.pop(name, None)
+        if row is not None and row.path != os.path.abspath(paths[name]):
+            log.warning("adapter %r: serves %s, and no longer %s, which was loaded since", name, paths[name], row.path)
         try:
-            item = _known_or_scanned(name, paths[name], row, reader)
+            item = _known_or_scanned(check_name(name), paths[name], row, reader)
         except JloraError as e:
             if not tolerant or name in config.adapters.paths:
                 raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
-            log.warning("adapter %s is left out: %s", name, e)
-            left_out += [name] * (row is None or not row.digest)
+            log.warning("adapter %r is left out: %s", name, e)
+            left_out += [name] * (row is not None and not row.digest)
         else:
             found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
     before = list(_loaded_before(rows.values(), reader))

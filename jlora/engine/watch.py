@@ -26,7 +26,7 @@ from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
-from jlora.errors import Busy, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import Busy, InvalidArgument, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import Stamp, System
 from jlora.types import AdapterInfo
 
@@ -163,22 +163,29 @@ class Watch:
         stamp = self._reader.stamp(path)
         if stamp is None or self._refused.get(path) == stamp:
             return
-        row, adapters = self._catalogue.row(name), self._adapters  # its errors are not the adapter's
         try:
             check_name(name)
+        except InvalidArgument as e:
+            self._leave_out(name, path, stamp, e)
+            return
+        row, adapters = self._catalogue.row(name), self._adapters  # its errors are not the adapter's
+        try:
             new = pinned_as(row, scan_adapter(name, path, self._reader))
             self._now(lambda: adapters.register(new) if old is None else adapters.renew(old, new))
         except Unavailable:
             raise
         except JloraError as e:
-            log.warning("adapter %s is left out as it is: %s", name, e)
-            if not isinstance(e, Busy):
-                self._refused[path] = stamp
+            self._leave_out(name, path, stamp, e)
         else:
             self._known.add(path)
             log.info("adapter %s is found in adapters.dir", name)
             if old is None and row is not None and row.pinned and row.path == new.path:  # the last start had no disk
                 self._pin(name)
+
+    def _leave_out(self, name: str, path: str, stamp: Stamp, error: JloraError) -> None:
+        log.warning("adapter %r is left out as it is: %s", name, error)
+        if not isinstance(error, Busy):
+            self._refused[path] = stamp
 
     def _pin(self, name: str) -> None:
         """Pins an adapter again once it is read."""

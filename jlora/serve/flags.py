@@ -132,8 +132,8 @@ def config_of(args: argparse.Namespace) -> Config:
         raise ConfigError("model.path is not set: give --model DIR_OR_ID")
     if config.model.name:  # otherwise it is the directory's, unknown so far
         check_base_name(config.model.name)
-    files = DiskFiles(config.adapters.roots)
-    at_start(config.adapters.paths, config.adapters.dir, files)  # a wrong directory or name shows at once
+    adapters, files = config.adapters, DiskFiles(config.adapters.roots)
+    at_start(adapters.paths, adapters.dir, files, adapters.lazy)  # a wrong directory or name shows at once
     return config
 
 

@@ -260,3 +260,16 @@ def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], mo
     with pytest.raises(AssertionError, match=PLANTS[plant]):
         for seed in range(SEEDS):
             drive("jlora", seed)
+
+
+def test_an_adapter_whose_kv_fails_to_reach_the_host_may_still_leave_it():
+    cache = Cache(device=20, host=8, policy="lru")
+    adapter = cache.adapter(1, 4)
+    cache.manager.back(adapter, True)
+    lease = cache.leased([1] * 16, adapter)
+    cache.land()
+    cache.manager.leases.publish(lease, [1] * 16, 16)
+    cache.manager.leases.release(lease)
+    (copy,) = cache.copies()
+    assert copy.direction == "out" and cache.manager.lost(copy)
+    assert cache.manager.reserve(6) and adapter.gone

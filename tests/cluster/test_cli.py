@@ -51,6 +51,7 @@ def test_a_shipped_file_starts_two_replicas():
         (["--fleet", "static"], "cluster.addresses is not set"),
         (["--addresses", "a:1"], "cluster.addresses"),
         (["--set", "cluster.replica=2"], "their number is cluster.replicas"),
+        (["--set", "engine.merge=sql"], "engine.merge = 'sql'"),
         (["--resources", "GPU"], "GPU"),
         (["--resources", "GPU=many"], "cluster.resources.GPU = {'GPU': 'many'}: must be a table of NAME = amount"),
     ],

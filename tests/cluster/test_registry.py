@@ -172,6 +172,20 @@ def test_an_adapter_that_came_while_the_file_was_locked_is_found_afterwards(
     registry.close()
 
 
+def test_a_directory_with_a_name_that_is_none_is_left_out_alone(tmp_path: Path, registry: Registry):
+    for directory in (".b.tmp", "a b", os.fsdecode(b"a\xff"), "c"):
+        (tmp_path / directory).mkdir()
+        for name in FILES:
+            (tmp_path / directory / name).touch()
+    lazy, strict = (
+        Found(configuration.load({"adapters.dir": str(tmp_path), "adapters.lazy": lazy}), System())
+        for lazy in (True, False)
+    )
+    assert [one.name for one in lazy.first(registry)] == ["c"] == [one.name for one in strict.look(registry)]
+    with pytest.raises(InvalidArgument, match="name = "):
+        strict.first(registry)
+
+
 def test_what_is_no_text_fails_alone(registry: Registry):
     """A change that failed in the middle once took the next one along."""
     with pytest.raises(InvalidArgument, match="adapters.registry: cannot hold what is no Unicode text"):

@@ -56,6 +56,7 @@ def test_the_registry_outlives_the_server(
                 pass
     shutil.copyfile(mine / "a0" / "adapter_model.safetensors", mine / "a1" / "adapter_model.safetensors")
     shutil.copytree(library / "a3", mine / "A-new")  # found before all that the registry knows
+    shutil.copytree(library / "a3", mine / os.fsdecode(b"A\xff"))  # left out
     with serve(text_model, settings) as served:
         info = served.adapters.GetAdapter(pb.GetAdapterRequest(name="more"))
         assert (info.uid, info.digest, Tier.Name(info.tier)) == (uid, digest, "DISK")

@@ -309,6 +309,8 @@ def test_changed_files_keep_no_more_than_their_share_of_memory(
 
 
 def test_the_directory_is_watched(served: Served, library: Path, expected: dict[str, list[int]]):
+    misnamed = library / os.fsdecode(b"a\xff")  # before "new", and no name for an adapter
+    shutil.copytree(library / "a4", misnamed)
     shutil.copytree(library / "a4", library / "new")
     whole = (library / "new" / "adapter_model.safetensors").read_bytes()
     (library / "new" / "adapter_model.safetensors").write_bytes(whole[:-8])  # it is still being copied
@@ -325,6 +327,7 @@ def test_the_directory_is_watched(served: Served, library: Path, expected: dict[
     assert ask(served, "new") == expected["a6"]
     assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="new")).digest
     push_out(served, "new")
+    shutil.rmtree(misnamed)
     shutil.rmtree(library / "new")
     port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'new'"):

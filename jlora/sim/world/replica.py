@@ -127,6 +127,7 @@ class World:
         self.steps = 0
         self._begun = deque([-math.inf] * 3, maxlen=3)  # when the last steps have
         self._sizes = {version.digest: version.blocks for version in versions()}
+        self._admitted = 0  # the most sequences at once that have left the queue
         self._used: Mapping[Node, float] = {}
         engine, cache = _drawn_config(draw)
         config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
@@ -270,8 +271,9 @@ class World:
         for tier in (self.manager.device, self.manager.host):
             assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
             assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
-        scheduler: Any = self.parts.scheduler  # those that are preempted come back to the queue
-        most = scheduler.config.max_queue + scheduler.preemptions
+        scheduler: Any = self.parts.scheduler
+        self._admitted = max(self._admitted, len(scheduler.running) + len(scheduler.loading))
+        most = scheduler.config.max_queue + self._admitted  # those that are preempted come back to the queue
         assert len(scheduler.queue) <= most, "the queue has no bound"
 
     def _check_sizes(self) -> None:
