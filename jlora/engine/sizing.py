@@ -21,8 +21,8 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
 
     On an accelerator, what `cache.hbm_fraction` leaves of the memory beside the weights is for the steps: XLA's
     temporaries (a prompt's hidden states and logits), the slots' state, copies on their way and pieces being merged.
-    That is 8.7 GiB of an H100 with Llama 3 8B. CUDA's context and loaded programs, and NCCL's buffers, have what jax
-    leaves (`machine.gpu_share`), 6.3 GiB there.
+    That is 8.7 GiB of an H100 with Llama 3 8B, and never less than `_steps`. CUDA's context and loaded programs, and
+    NCCL's buffers, have what jax leaves (`machine.gpu_share`), 6.3 GiB there.
 
     Args:
         free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
@@ -36,21 +36,35 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     per_block = one.block_bytes // (1 if on_cpu else tp)
     weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
     room = free_bytes - weights
+    steps = 0 if on_cpu else _steps(config, spec)
+    share = room if on_cpu else min(int(room * cache.hbm_fraction), room - steps)
     if cache.hbm_blocks:
         blocks = cache.hbm_blocks
     else:
-        fair = int(room * cache.hbm_fraction) if not on_cpu else room // 4
+        fair = room // 4 if on_cpu else share
         # Enough for every slot's longest context and as much again for adapters and history.
         useful = 2 * config.engine.max_seqs * one.blocks_for(spec.max_len)
         blocks = min(_steady(fair // per_block, 5 if on_cpu else 8), useful)
     if blocks < 2 or blocks * per_block > room:
-        need = (weights + max(blocks, 2) * per_block) / 2**30
+        need = (weights + steps + max(blocks, 2) * per_block) / 2**30
+        computing = f", steps {steps / 2**30:.2f} GiB" if steps else ""
         raise ConfigError(
-            f"model does not fit: weights {weights / 2**30:.2f} GiB and a pool of {max(blocks, 2)} blocks need "
-            f"{need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; "
-            + _remedy(config, spec, room // per_block, on_cpu)
+            f"model does not fit: weights {weights / 2**30:.2f} GiB{computing} and a pool of {max(blocks, 2)} blocks "
+            f"need {need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; "
+            + _remedy(config, spec, share // per_block, on_cpu)
         )
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def _steps(config: Config, spec: ModelSpec) -> int:
+    """Bytes that steps need on an accelerator beside weights and pool.
+
+    Of each slot and token of the vocabulary, 4 bytes at a time: 2 of the slots' state and 9.1 of the sampler's
+    temporaries, as the compiler for a v5e counts them with Llama 3 8B. Beside them gate and up of a prompt in float32:
+    the forward's temporaries there. It has 375 and 56 MiB.
+    """
+    engine = config.engine
+    return 4 * (12 * engine.max_seqs * spec.vocab + 2 * engine.max_step_tokens * spec.mlp // config.model.tp)
 
 
 def _steady(blocks: int, bits: int) -> int:
@@ -63,8 +77,7 @@ def _steady(blocks: int, bits: int) -> int:
 
 
 def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
-    """What to change when the model does not fit; `fit`: blocks that the memory beside the weights holds."""
-    fit = fit if on_cpu else int(fit * config.cache.hbm_fraction)  # a step needs memory of its own
+    """What to change when the model does not fit; `fit`: blocks for which there is room beside weights and steps."""
     if fit >= 2 and config.cache.hbm_blocks:
         return f"lower cache.hbm_blocks to at most {fit}"
     if fit >= 2:  # too few of them are the cache's share

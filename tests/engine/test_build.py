@@ -23,6 +23,7 @@ from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
+from jlora.pallas.cases import LLAMA3_8B
 from tests import _make, port
 
 SPEC = _make.tiny_spec()
@@ -73,6 +74,27 @@ def test_a_share_that_is_too_small_can_be_set_by_hand():
     assert refused(free_bytes) == "set cache.hbm_blocks, to at most 7"
     assert chosen(free_bytes, hbm_blocks=7).blocks == 8
     assert chosen(WEIGHTS + 8 * BLOCK).blocks == 3
+
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize(("free_gib", "kept_mib"), [(15.75, 431), (72.0, 0.15 * 57 * 1024)], ids=["v5e", "h100"])
+def test_on_an_accelerator_steps_have_room_beside_the_pool(
+    free_gib: float, kept_mib: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    free_bytes = int(free_gib * GIB)
+    layout = build.choose_layout(config.load(None, {}), LLAMA3_8B, free_bytes)
+    left = free_bytes - 2 * LLAMA3_8B.parameters - layout.blocks * layout.block_bytes
+    assert left > 348 * MIB  # the sampler's temporaries and the slots' state, by the compiler for a v5e
+    assert left / MIB == pytest.approx(kept_mib, rel=0.03) and layout.blocks > 80
+
+
+def test_a_model_that_leaves_steps_no_room_is_refused_and_told_what_they_need(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ConfigError, match="weights 14.96 GiB, steps 0.42 GiB and a pool of 2 .*; .* or raise model.tp"):
+        build.choose_layout(config.load(None, {}), LLAMA3_8B, int(15.3 * GIB))
 
 
 @pytest.mark.parametrize("error", [MemoryError("of host"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of device")])
