@@ -14,6 +14,7 @@ from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.machine import available_bytes
 from jlora.model.spec import ModelSpec
+from jlora.pallas.gpu_support import lora_refusals
 
 
 def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:
@@ -31,8 +32,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     """
     cache, tp = config.cache, config.model.tp
     on_cpu = jax.default_backend() == "cpu"
-    block_tokens = cache.block_tokens or smallest_block_tokens(spec, 16 if on_cpu else 32)
-    one = device.fitted(PoolLayout.of(spec, 1, block_tokens, tp), config.engine.kernels)
+    one = _one_block(config, spec)
     per_block = one.block_bytes // (1 if on_cpu else tp)
     weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
     room = free_bytes - weights
@@ -54,6 +54,25 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
             + _remedy(config, spec, share // per_block, on_cpu)
         )
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def _one_block(config: Config, spec: ModelSpec) -> PoolLayout:
+    """The layout of a pool of one block.
+
+    On a GPU its tokens are the first of 32 and 64 with which the kernels can read every adapter: a rank of
+    Llama 3 70B's MLP fills more than half of a block of 32.
+    """
+
+    def layout(block_tokens: int) -> PoolLayout:
+        return device.fitted(PoolLayout.of(spec, 1, block_tokens, config.model.tp), config.engine.kernels)
+
+    backend = jax.default_backend()
+    if config.cache.block_tokens:
+        return layout(config.cache.block_tokens)
+    if backend != "gpu":
+        return layout(smallest_block_tokens(spec, 16 if backend == "cpu" else 32))
+    found = [layout(smallest_block_tokens(spec, size)) for size in (32, 64)]
+    return next((one for one in found if not lora_refusals(one)), found[0])
 
 
 def _steps(config: Config, spec: ModelSpec) -> int:

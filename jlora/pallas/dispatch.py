@@ -111,15 +111,13 @@ def _gpu(site: Site) -> dict[str, Offer]:
     layout = site.layout
     tiles = gpu_ops.tiles_of(site.kind, layout, site.heads)
     limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
-    refused = {
-        "+".join(group): gpu_support.lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS
-    }
-    left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
+    refused = gpu_support.lora_refusals(layout)
+    left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items())
     gap = gpu_ops.runtime_refusal()
     attention_gap = gap or gpu_support.attention_refusal(layout)
     if site.width > gpu_support.LISTED:
         attention_gap = f"contexts of {site.width} pages exceed the {gpu_support.LISTED} that fit in shared memory"
-    lora_gap = gap or (left if all(refused.values()) else "")
+    lora_gap = gap or (left if len(refused) == len(GROUPS) else "")
     serves = f"serves {site.kind}"
     attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)
     lora: Offer = ("pallas-gpu", lambda: gpu_ops.lora_op(layout, limits, XLA.lora, tiles), left or serves)

@@ -116,3 +116,9 @@ def lora_refusal(layout: PoolLayout, units: Sequence[UnitLayout]) -> str | None:
                 "the kernels need 2, 4, 8, 16, 32 or 64 units that fill it"
             )
     return None
+
+
+def lora_refusals(layout: PoolLayout) -> dict[str, str]:
+    """Why the LoRA kernels cannot read some groups of projections: group -> reason."""
+    reasons = {"+".join(group): lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS}
+    return {group: reason for group, reason in reasons.items() if reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -23,7 +25,10 @@ from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.pallas import gpu_ops
 from jlora.pallas.cases import LLAMA3_8B
+from jlora.pallas.gpu_support import lora_refusals
 from tests import _make, port
 
 SPEC = _make.tiny_spec()
@@ -95,6 +100,37 @@ def test_a_model_that_leaves_steps_no_room_is_refused_and_told_what_they_need(mo
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.raises(ConfigError, match="weights 14.96 GiB, steps 0.42 GiB and a pool of 2 .*; .* or raise model.tp"):
         build.choose_layout(config.load(None, {}), LLAMA3_8B, int(15.3 * GIB))
+
+
+LLAMA3_70B = dataclasses.replace(LLAMA3_8B, width=8192, mlp=28672, layers=80, heads=64)
+HOPPER, AMPERE = "9.0", "8.0"
+
+
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+@pytest.mark.parametrize(
+    ("spec", "tp", "capability", "keys", "tokens"),
+    [
+        (LLAMA3_70B, 4, HOPPER, {}, 64),
+        (LLAMA3_70B, 8, HOPPER, {}, 64),
+        (LLAMA3_70B, 8, HOPPER, {"cache.block_tokens": 32}, 32),
+        (LLAMA3_70B, 8, HOPPER, {"engine.kernels": "xla"}, 32),
+        (LLAMA3_70B, 8, AMPERE, {}, 32),
+        (LLAMA3_8B, 1, HOPPER, {}, 32),
+        (dataclasses.replace(LLAMA3_8B, mlp=114688, layers=2), 1, HOPPER, {}, 64),  # 58 slots: no block holds two
+        (dataclasses.replace(LLAMA3_8B, dtype="float32"), 1, HOPPER, {}, 32),
+    ],
+)
+def test_on_a_gpu_a_block_holds_as_many_tokens_as_the_kernels_need(
+    spec: ModelSpec, tp: int, capability: str, keys: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
+):
+    client = SimpleNamespace(platform_version="cuda 13000")
+    gpu = SimpleNamespace(platform="gpu", client=client, compute_capability=capability, device_kind="a GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    layout = build.choose_layout(config.load(None, {"model.tp": tp, **keys}), spec, 70 * GIB)
+    assert layout.block_tokens == tokens
+    if spec is LLAMA3_70B:
+        assert (lora_refusals(layout) == {}) == (tokens == 64)
 
 
 @pytest.mark.parametrize("error", [MemoryError("of host"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of device")])
