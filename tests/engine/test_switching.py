@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jlora.engine import build, device
 from jlora.engine.built import Between
 from jlora.engine.merger import Merger
 from jlora.engine.runner import Runner
+from jlora.engine.share import with_adapter, without
 from jlora.engine.switching import Switching
 from jlora.layout import PoolLayout
 from jlora.types import Request
@@ -227,15 +229,28 @@ def test_what_merging_can_gain_is_measured_when_the_last_program_is_there(
     """On a GPU the program without adapters compiles while the server serves."""
     measured, seen = build.adapter_share, []
 
+    def fill(runner: Runner, value: float) -> None:
+        """Not `jnp.full`, which would compile."""
+        pool = runner.pool.array
+        runner.pool.array = jax.device_put(np.full(pool.shape, value, pool.dtype), pool.sharding)
+
+    def acts(runner: Runner, layout: PoolLayout) -> bool:
+        """Whether the launch that is measured differs from the other in a pool that is not empty."""
+        fill(runner, 0.1)
+        launches = with_adapter(runner.builder, layout, 16), without(runner.builder)
+        one, other = (np.asarray(runner.forward(launch), np.float32) for launch in launches)
+        fill(runner, 0.0)
+        return float(np.abs(one - other).max()) > 0.01
+
     def share(runner: Runner, layout: PoolLayout, between: Between) -> float:
-        seen.append(between(lambda: (runner.programs_left, runner.builder.compiled.bare)))
+        seen.append(between(lambda: (runner.programs_left, runner.builder.compiled.bare, acts(runner, layout))))
         return measured(runner, layout, between) or 0.125  # it may be noise, and 0 is what stood there
 
     monkeypatch.setattr(build, "adapter_share", share)
     monkeypatch.setattr(device, "has_bare", lambda platform: True)
     with running(tiny_model, tiny_adapters, engine__merge="auto") as service:
-        [(left, bare)] = seen
-        assert left == 0 and bare == service.parts.runner.builder.buckets.bare
+        [(left, bare, act)] = seen
+        assert act and left == 0 and bare == service.parts.runner.builder.buckets.bare
         assert of(service).policy.times.share > 0
 
 
