@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # it needs an extra
 
 log = logging.getLogger(__name__)
 
-# Seconds for the last messages to reach their clients after the replica has closed.
+# Seconds for the last messages to reach their clients after the replica has closed, and the last spans their collector.
 GRACE_S = 2.0
 # Seconds for a step to end when its requests have been given up.
 CLOSE_S = 10.0
@@ -153,7 +153,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
         telling.cancel()
         await _stop(servers, grace_s=0)
         if backend.tracing is not None:
-            await backend.tracing.close()
+            await backend.tracing.close(GRACE_S)
 
 
 def _tracing(endpoint: str) -> Tracing | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
+MOST_ASKING = 64  # behind a router each asks every replica
+
 Attributes = Mapping[str, str | int | bool]
 
 
@@ -39,7 +42,8 @@ def otlp(endpoint: str) -> TracerProvider:
     """Spans to an OTLP collector's gRPC port, "http://HOST:4317"."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    provider = TracerProvider(resource=Resource.create({"service.name": "jlora", "service.version": __version__}))
+    resource = Resource.create({"service.name": "jlora", "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `Tracing.close` does it, within its time
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 
@@ -62,25 +66,29 @@ class Tracing:
         self._tracer = provider.get_tracer("jlora", __version__)
         self._callers = TraceContextTextMapPropagator()
         self._making: set[asyncio.Task[None]] = set()
+        self._asking = 0  # of those, how many wait for the replica
 
     def answered(self, ended: Ended, replica: Replica) -> None:
-        """Makes the spans of an answer; those of an adapter's first ask for its rank and size."""
+        """Makes the spans of an answer; those of an adapter's cold start first ask for its rank and size."""
         making = asyncio.ensure_future(self._make(ended, replica))
         self._making.add(making)
         making.add_done_callback(self._making.discard)
 
-    async def close(self) -> None:
-        """Sends what is left."""
-        await asyncio.gather(*self._making)
-        await asyncio.to_thread(self._provider.shutdown)
+    async def close(self, within_s: float) -> None:
+        """Sends what is left, as far as the collector takes it in so many seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + within_s
+        if self._making:
+            await asyncio.wait(self._making, timeout=within_s / 2)
+        # It waits 30 s for a collector that does not answer. A thread of asyncio's own would hold up the process's end.
+        closing = threading.Thread(target=self._provider.shutdown, name="jlora-traces", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, end - loop.time())
+        if closing.is_alive():
+            log.warning("serve.otlp_endpoint: the collector has not taken the last spans in %g s", within_s)
 
     async def _make(self, ended: Ended, replica: Replica) -> None:
-        adapter = None
-        if ended.request.adapter is not None:
-            try:
-                adapter = await asyncio.wrap_future(replica.adapter(ended.request.adapter))
-            except JloraError as e:  # it was unloaded meanwhile
-                log.debug("a trace without its adapter: %s", e)
+        adapter = await self._adapter(ended, replica)
         parent = self._callers.extract(dict(ended.trace))
         attributes: Attributes = {
             "gen_ai.request.model": ended.model,
@@ -100,6 +108,20 @@ class Tracing:
             )
             span.end(_nanoseconds(begin + part.seconds))
         root.end(_nanoseconds(ended.began + ended.whole_s))
+
+    async def _adapter(self, ended: Ended, replica: Replica) -> AdapterInfo | None:
+        """What a cold start's span says of its adapter; None if there is no such span, or too many ask already."""
+        name = ended.request.adapter
+        if name is None or not ended.timing.cold_start or self._asking >= MOST_ASKING:
+            return None
+        self._asking += 1
+        try:
+            return await asyncio.wrap_future(replica.adapter(name))
+        except JloraError as e:  # it was unloaded meanwhile
+            log.debug("a trace without its adapter: %s", e)
+            return None
+        finally:
+            self._asking -= 1
 
 
 def parts(ended: Ended, adapter: AdapterInfo | None, token_bytes: int) -> Iterator[Part]:

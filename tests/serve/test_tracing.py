@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import replace
@@ -21,7 +24,7 @@ from jlora.serve import tracing
 from jlora.serve.observed import Ended
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tracing import Tracing, parts
-from jlora.types import Request, SamplingParams, Timing, Usage
+from jlora.types import AdapterInfo, ColdStart, Request, SamplingParams, Timing, Usage
 from tests import port
 from tests.serve._server import Served, request, wait_until
 
@@ -156,6 +159,66 @@ def test_spans_reach_a_collector(served: Served):
         provider.shutdown()
         collector.stop(0)
     assert sorted(received) == ["decode", "generate", "prefill", "queue"]
+
+
+def cold(name: str, kind: ColdStart = "wait") -> Ended:
+    """An answer of the adapter "wide", with a cold start if `kind` is one."""
+    timing = Timing(1.0, 0.5, 0.25, 2.0, 3.5, 0.1, kind)
+    return Ended(Request(name, (1,), SamplingParams(), adapter="wide"), "wide", Usage(40, 0, 5), timing, 5, 100.0, 4.0)
+
+
+def test_only_a_cold_start_asks_for_its_adapter_and_few_at_once(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Behind a router, each such question goes to every replica."""
+    asked: list[futures.Future[AdapterInfo]] = []
+
+    def adapter(_: str) -> futures.Future[AdapterInfo]:
+        asked.append(futures.Future())
+        return asked[-1]
+
+    wide = served.replica.adapter("wide").result(20)
+    monkeypatch.setattr(served.replica, "adapter", adapter)
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def answers() -> None:
+        traces = Tracing(provider)
+        for i in range(100):
+            traces.answered(cold(f"warm {i}", ""), served.replica)
+        await asyncio.sleep(0.01)
+        assert not asked and of(exporter, "warm 99").keys() == {"generate", "queue", "prefill", "decode"}
+        for i in range(2 * tracing.MOST_ASKING):
+            traces.answered(cold(f"cold {i}"), served.replica)
+        await asyncio.sleep(0.01)
+        assert len(asked) == tracing.MOST_ASKING
+        late = of(exporter, f"cold {2 * tracing.MOST_ASKING - 1}")["adapter_cold_start"]
+        assert late.attributes == {"jlora.cold_start": "wait"}
+        for one in asked:
+            one.set_result(wide)
+        await traces.close(5.0)
+        assert (of(exporter, "cold 0")["adapter_cold_start"].attributes or {})["jlora.rank"] == 8
+
+    asyncio.run(answers())
+
+
+@pytest.mark.parametrize("end", ["refuses", "is silent"])
+def test_a_collector_that_is_away_does_not_hold_up_the_end(served: Served, monkeypatch: pytest.MonkeyPatch, end: str):
+    """Nor does a replica that says nothing of an adapter."""
+    monkeypatch.setattr(served.replica, "adapter", lambda _: futures.Future())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if end == "refuses":
+            silent.close()
+
+        async def answers() -> None:
+            traces = Tracing(tracing.otlp(where))
+            traces.answered(cold("warm", ""), served.replica)
+            traces.answered(cold("cold"), served.replica)
+            await asyncio.sleep(0.01)
+            await traces.close(0.5)
+
+        began = time.monotonic()
+        asyncio.run(answers())  # it waits for asyncio's own threads, too
+        assert time.monotonic() - began < 5
 
 
 def test_nothing_imports_opentelemetry_unasked():
