@@ -45,7 +45,13 @@ class Workers:
     def _begin(self, chars: int, work: Callable[[], T]) -> asyncio.Future[T]:
         """The work counts until a thread is done with it: a call that is cancelled does not end what runs there."""
         self._count(chars)
-        working = self._pool.submit(work)
+        given = [work]
+        try:
+            working = self._pool.submit(lambda: given.pop()())
+        except RuntimeError as e:  # of the machine: can't start new thread
+            given.clear()  # the pool keeps what it has no thread for
+            self._count(-chars)
+            raise Busy("the machine starts no more threads for texts now; ask again later") from e
         working.add_done_callback(lambda _: self._count(-chars))
         return asyncio.wrap_future(working)
 

@@ -134,6 +134,38 @@ def test_a_text_whose_client_has_gone_counts_until_its_thread_is_done(monkeypatc
     asyncio.run(asyncio.wait_for(three(), 20))
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_text_that_gets_no_thread_counts_no_more(served: Served, monkeypatch: pytest.MonkeyPatch, threads: int):
+    """The machine, or a container's limit of processes, may refuse a thread at any time."""
+    monkeypatch.setattr(workers, "WAITING_CHARS", 5000)
+    start, ran = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("jlora-text"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def two() -> None:
+        texts, go_on = workers.Workers(), threading.Event()
+        running = [asyncio.create_task(texts.run(1100, lambda: go_on.wait(20))) for _ in range(threads)]
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(Busy, match="starts no more threads"):
+                    await texts.run(3000, lambda: ran.append("refused"))
+        go_on.set()
+        assert await texts.run(3000, lambda: "done") == "done"
+        await asyncio.gather(*running)
+
+    asyncio.run(asyncio.wait_for(two(), 20))
+    assert not ran
+    monkeypatch.setattr(served.backend, "workers", workers.Workers())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with refused(CODE.RESOURCE_EXHAUSTED, "starts no more threads"):
+        served.inference.Tokenize(pb.TokenizeRequest(text="x" * 2000))
+
+
 def test_a_limit_of_the_address_space_is_seen():
     code = """
 import resource
