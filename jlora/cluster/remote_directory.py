@@ -12,6 +12,7 @@ import bisect
 import logging
 import math
 import queue
+import re
 import threading
 import time
 from collections import Counter
@@ -41,6 +42,8 @@ NO_CONTROLLER = (
     "it serves no adapters to further routers: cluster.controller must be the address of a `jlora cluster` that has "
     "cluster.token_file and no cluster.controller of its own"
 )
+# What gRPC itself says of a connection, often with addresses; all else is what the controller says.
+TRANSPORT = re.compile(r"connect|ipv[46]:|dns|socket", re.IGNORECASE)
 AGAIN_S = 0.5  # before the controller is called again
 SILENT_S = 5.0  # without a message: the controller, or the way to it, is gone
 # A new connection for each channel, and soon after the controller has come back.
@@ -66,7 +69,7 @@ class RemoteDirectory(Directory):
         self._near = NearNames()
         self._requests: Counter[str] = Counter()  # by key
         self._served: dict[str, proto.Served] = {}  # by name
-        self._away = ""  # why the controller does not answer
+        self._away = ""  # why the controller does not answer, as clients may read it
         self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._members: Members = lambda: ()
@@ -124,7 +127,7 @@ class RemoteDirectory(Directory):
     def _unknown(self, name: str) -> NoReturn:
         if not self._epoch:
             why = f" ({self._away})" if self._away else ""
-            raise Unavailable(f"the controller at {self._address} has not answered yet{why}; try again")
+            raise Unavailable(f"the controller has not answered yet{why}; try again")
         with self._lock:
             raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
 
@@ -167,7 +170,7 @@ class RemoteDirectory(Directory):
             except grpc.RpcError as e:
                 answer.set_exception(self._refusal(e))
             except grpc.FutureCancelledError:
-                answer.set_exception(Unavailable(f"the controller at {self._address} has not answered"))
+                answer.set_exception(Unavailable("the controller has not answered"))
             except Exception as e:
                 answer.set_exception(e)
 
@@ -176,14 +179,17 @@ class RemoteDirectory(Directory):
         return answer
 
     def _refusal(self, error: grpc.RpcError) -> JloraError:
-        if error.code() == grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
-            return Unavailable(
-                f"no controller answers at {self._address}: adapters cannot be loaded, unloaded or pinned now; "
-                "requests for those that are known go on"
-            )
-        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-            return Unavailable(f"{self._address}: {NO_CONTROLLER}")
-        return error_of(error, self._address)
+        """What a client is told; the controller's address is for the log."""
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return Unavailable(NO_CONTROLLER)
+        if code != grpc.StatusCode.UNAVAILABLE or not TRANSPORT.search(details):
+            return error_of(error, "the controller")
+        log.info("the controller at %s: %s", self._address, details)
+        return Unavailable(
+            "no controller answers: adapters cannot be loaded, unloaded or pinned now; requests for those that are "
+            "known go on"
+        )
 
     # -- the table ------------------------------------------------------------------------------
 
@@ -198,9 +204,10 @@ class RemoteDirectory(Directory):
                 if not isinstance(e, grpc.RpcError):
                     log.exception("following the controller at %s has failed; it goes on", self._address)
                 else:
-                    self._away = _reason(e)
+                    self._away = NO_CONTROLLER if e.code() == grpc.StatusCode.UNIMPLEMENTED else ""
                     if said != self._epoch:
-                        log.warning("the controller at %s is away: %s", self._address, self._away)
+                        reason = self._away or e.details() or e.code().name
+                        log.warning("the controller at %s is away: %s", self._address, reason)
                 said = self._epoch
             finally:
                 self._heard = math.inf
@@ -274,8 +281,3 @@ class RemoteDirectory(Directory):
             current = {version.key for version in self._versions.values()}
             keys = [key for key in self._requests if key not in current]
             self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served))
-
-
-def _reason(error: grpc.RpcError) -> str:
-    """Why the controller does not answer."""
-    return NO_CONTROLLER if error.code() == grpc.StatusCode.UNIMPLEMENTED else error.details() or error.code().name
