@@ -1,6 +1,7 @@
 """Chooses the implementation of each op, once at start.
 
-- `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise.
+- `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise. It warns where a chip
+  that has kernels computes without them.
 - `pallas` takes the kernels, or raises with the reason. On NVIDIA, XLA still serves a group of
   projections whose units the kernels cannot read, unless that is every group.
 - `xla` takes the reference.
@@ -39,6 +40,13 @@ class Site:
     rank: int = 256  # the largest of an adapter
     gpu: Gpu = Gpu()
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels are made for these devices, whatever model they serve."""
+        if self.platform == "gpu":
+            return not self.gpu.refusal(self.kind)
+        return self.platform == "tpu" and chip_of(self.kind) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -63,6 +71,7 @@ class Chosen:
 # A platform's implementation of one op: name, maker (None: the reference), reason.
 Offer = tuple[str, Callable[[], object] | None, str]
 
+SERVES = "serves "  # begins the reason of kernels that serve all of an op
 IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
 
 
@@ -81,6 +90,8 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
         if make is not None:
             ops = replace(ops, **{op: make()})
         choices.append(Choice(op, name, reason))
+        if kernels == "auto" and site.has_kernels and not reason.startswith(SERVES):
+            log.warning("engine.kernels = auto: %s on %s goes without its kernel, slower: %s", op, site.kind, reason)
     choices += [Choice(op, "xla", IN_PLACE) for op in ("write_kv", "write_blocks", "write_layers", "read_blocks")]
     chosen = Chosen(ops, tuple(choices))
     log.info("ops on %s (%s): %s", site.platform, site.kind, chosen)
@@ -116,9 +127,12 @@ def _gpu(site: Site) -> dict[str, Offer]:
     gap = gpu_ops.runtime_refusal()
     attention_gap = gap or gpu_support.attention_refusal(layout)
     if site.width > gpu_support.LISTED:
-        attention_gap = f"contexts of {site.width} pages exceed the {gpu_support.LISTED} that fit in shared memory"
+        most = gpu_support.LISTED
+        attention_gap = f"contexts of {site.width} pages exceed the {most} that fit in shared memory; " + _lower(
+            most * layout.block_tokens
+        )
     lora_gap = gap or (left if len(refused) == len(GROUPS) else "")
-    serves = f"serves {site.kind}"
+    serves = SERVES + site.kind
     attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)
     lora: Offer = ("pallas-gpu", lambda: gpu_ops.lora_op(layout, limits, XLA.lora, tiles), left or serves)
     return {
@@ -137,7 +151,7 @@ def _tpu(site: Site) -> dict[str, Offer]:
     from jlora.pallas.tpu_attention import TpuAttention
     from jlora.pallas.tpu_lora import TpuLora
 
-    serves = f"serves {chip.name}"
+    serves = SERVES + chip.name
     attention: Offer = ("pallas-tpu", lambda: TpuAttention(chip), serves)
     lora: Offer = ("pallas-tpu", lambda: TpuLora(chip), serves)
     return {
@@ -153,12 +167,20 @@ def _attention_gap(site: Site, chip: Chip) -> str:
     layout = site.layout
     gap = _pool_gap(layout)
     tables = max(tpu_attention.smem_bytes(rows, chunk, site.width) for rows, chunk in site.shapes)
-    if gap or tables > SCALAR_SHARE * chip.smem_bytes:
-        return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; lower model.max_model_len"
+    room = int(SCALAR_SHARE * chip.smem_bytes)
+    if gap or tables > room:
+        most = min(tpu_attention.widest(rows, chunk, room) for rows, chunk in site.shapes)
+        return (
+            gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; {_lower(most * layout.block_tokens)}"
+        )
     for rows, chunk in site.shapes:
         if gap := _reason(chip.attention, AttentionShape.of(layout, site.heads, rows, chunk)):
             return gap
     return ""
+
+
+def _lower(tokens: int) -> str:
+    return f"lower model.max_model_len to at most {tokens}"
 
 
 def _lora_gap(site: Site, chip: Chip) -> str:

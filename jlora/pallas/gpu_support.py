@@ -93,7 +93,7 @@ def tile_rows(per_block: int) -> int:
 def attention_refusal(layout: PoolLayout) -> str | None:
     """Why the attention kernels cannot read this pool; None if they can."""
     if layout.dtype != "bfloat16":
-        return f"the pool is {layout.dtype}; the kernels need bfloat16"
+        return f"the pool is {layout.dtype}; the kernels need model.dtype = bfloat16"
     if layout.head_dim not in WIDTHS:
         return f"head_dim = {layout.head_dim}; the kernels need {WIDTHS[0]} or {WIDTHS[1]}"
     if layout.block_tokens not in PAGES:
@@ -112,7 +112,7 @@ def lora_refusal(layout: PoolLayout, units: Sequence[UnitLayout]) -> str | None:
             return f"widths {unit.a} and {unit.b} are not multiples of {WIDTHS[0]}"
         if unit.slots * unit.per_block != layout.block_tokens or not _takes(unit.per_block):
             return (
-                f"a block of {layout.block_tokens} tokens holds {unit.per_block} units of {unit.slots} slots; "
+                f"a block of cache.block_tokens = {layout.block_tokens} holds {unit.per_block} units of {unit.slots} slots; "
                 "the kernels need 2, 4, 8, 16, 32 or 64 units that fill it"
             )
     return None

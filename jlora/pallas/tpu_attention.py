@@ -101,3 +101,9 @@ def smem_bytes(rows: int, chunk: int, width: int) -> int:
     """Bytes of scalar memory for a launch's tables, which are padded to 128 columns."""
     made = rows if chunk == 1 else 2 * rows
     return 4 * made * (-(-width // 128) * 128 + 3)
+
+
+def widest(rows: int, chunk: int, smem: int) -> int:
+    """The most pages of a context whose tables fit in `smem` bytes."""
+    column = smem_bytes(rows, chunk, 0) // 3
+    return max(0, (smem // column - 3) // 128 * 128)

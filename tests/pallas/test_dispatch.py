@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -123,7 +124,7 @@ def test_a_device_says_its_capability_and_its_cuda():
 def test_every_op_is_logged_with_its_implementation_and_reason(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "jlora.pallas.dispatch"):
         chosen = choose(site("tpu", "TPU v5 lite", replace(cases.LLAMA3_8B, max_len=131072)))
-    (line,) = caplog.messages
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert line.startswith("ops on tpu (TPU v5 lite): ")
     assert {c.op for c in chosen.choices} == set(XLA.__slots__)
     for choice in chosen.choices:
@@ -167,8 +168,58 @@ def test_what_kernels_cannot_serve_runs_on_xla_with_the_reason_or_is_refused_wit
 def test_long_contexts_that_pass_the_scalar_memory_are_refused_for_attention_alone():
     spec = replace(cases.LLAMA3_8B, max_len=131072)
     attention, lora, *_ = choose(site("tpu", "TPU v5 lite", spec)).choices
-    assert attention.implementation == "xla" and "lower model.max_model_len" in attention.reason
+    assert attention.implementation == "xla" and attention.reason.startswith("page tables of 1024 KiB exceed")
     assert lora.implementation == "pallas-tpu"
+    lower = re.search(r"lower model.max_model_len to at most (\d+)$", attention.reason)
+    assert lower, attention.reason
+    for tokens, served in ((int(lower[1]), "pallas-tpu"), (int(lower[1]) + 1, "xla")):
+        shorter = site("tpu", "TPU v5 lite", replace(spec, max_len=tokens))
+        assert choose(shorter).choices[0].implementation == served
+
+
+GPU_KERNELS = pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+LONG = replace(cases.LLAMA3_8B, max_len=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "warned"),
+    [
+        ("TPU v5 lite", LONG, ["attention .*lower model.max_model_len to at most 61440"]),
+        ("TPU v5 lite", cases.LLAMA3_8B, []),
+        ("TPU v5 lite", replace(cases.LLAMA3_8B, head_dim=64), ["attention .*head_dim = 64", "lora .*head_dim = 64"]),
+        ("TPU7x", LONG, []),  # no kernels are made for it
+        ("cpu", LONG, []),
+        pytest.param(
+            "NVIDIA H200",
+            LONG,
+            ["attention .*lower model.max_model_len to at most 524288"],
+            marks=GPU_KERNELS,
+        ),
+        pytest.param("NVIDIA H200", cases.LLAMA3_8B, [], marks=GPU_KERNELS),
+        pytest.param(
+            "NVIDIA H200",
+            replace(cases.LLAMA3_8B, mlp=40960),
+            [r"lora .*gate\+up stays with XLA: a block of cache.block_tokens = 32 .*down stays with XLA"],
+            marks=GPU_KERNELS,
+        ),
+        ("NVIDIA A100-SXM4-80GB", LONG, []),
+    ],
+)
+def test_a_chip_that_has_kernels_and_goes_without_them_warns_and_names_what_would_help(
+    kind: str, spec: ModelSpec, warned: list[str], caplog: pytest.LogCaptureFixture
+):
+    platform = "gpu" if kind in GPUS else kind[:3].lower()
+    where = site(platform, kind, spec)
+    if platform == "gpu":
+        where = replace(where, layout=fit_units(where.layout))
+    choose(where)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == len(warned)
+    for line, pattern in zip(said, warned, strict=True):
+        assert kind in line and re.search(pattern, line), line
+    caplog.clear()
+    choose(where, "xla")  # as asked for
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("name", [name for name in load()["chips"] if name != "cpu"])
