@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import TypeVar
 
-from jlora.engine.futures import chained
-from jlora.errors import FailedPrecondition, InvalidArgument, NotFound
+from jlora.engine.futures import chained, failed
+from jlora.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import Clock
 from jlora.types import ProfileResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MOST_STEPS = 1000  # a trace grows with every step
 LONGEST_S = 60.0  # a trace of an idle engine ends after so long
@@ -30,7 +36,7 @@ class Profiler:
     def trace(
         self, steps: int, replica: str, pool: Executor, done: Callable[[], int], when: When
     ) -> Future[ProfileResult]:
-        """A trace of the next `steps`; errors as in `_start`.
+        """A trace of the next `steps`; errors as in `_start` and `_stop`, and Unavailable once the pool is shut down.
 
         Args:
             replica: as a client has named it: there is no other here.
@@ -47,9 +53,9 @@ class Profiler:
             return chained(when(done), began)
 
         def ended(made: int) -> Future[ProfileResult]:
-            return pool.submit(lambda: ProfileResult(self._stop(), made))
+            return _submitted(pool, lambda: ProfileResult(self._stop(), made))
 
-        return chained(chained(pool.submit(self._start, steps, replica), started), ended)
+        return chained(chained(_submitted(pool, lambda: self._start(steps, replica)), started), ended)
 
     def _start(self, steps: int, replica: str) -> None:
         """Begins a trace.
@@ -76,12 +82,27 @@ class Profiler:
             raise
 
     def _stop(self) -> str:
-        """Ends the trace and writes it; its name below the directory."""
+        """Ends the trace and writes it; its name below the directory.
+
+        Raises ResourceExhausted if it cannot be written.
+        """
         import jax
 
         try:
             jax.profiler.stop_trace()
+            made = max((Path(self._directory) / "plugins" / "profile").iterdir(), key=lambda run: run.stat().st_mtime)
+        except (OSError, jax.errors.JaxRuntimeError) as e:  # the second, too, is of the file: its text says which
+            log.warning("%s = %s: the trace cannot be written: %s", KEY, self._directory, e)
+            raise ResourceExhausted(
+                f"the trace cannot be written into {KEY}: is the disk full? The server's log says why"
+            ) from e
         finally:
             self._running.release()
-        made = max((Path(self._directory) / "plugins" / "profile").iterdir(), key=lambda run: run.stat().st_mtime)
         return made.name
+
+
+def _submitted(pool: Executor, work: Callable[[], T]) -> Future[T]:
+    try:
+        return pool.submit(work)
+    except RuntimeError:  # the pool is shut down
+        return failed(Unavailable("the server has stopped"))

@@ -63,6 +63,32 @@ def test_one_at_a_time(profiled: tuple[Served, Path]):
     first.join()
 
 
+def test_a_trace_that_cannot_be_written_names_its_directorys_setting(profiled: tuple[Served, Path], tmp_path: Path):
+    """The first one finds a file where its directory was; the next is made as ever."""
+    served, directory = profiled
+    first = served.control.Profile.future(pb.ProfileRequest(steps=3), timeout=LONGEST_S)
+    _server.wait_until(lambda: port.profiling(served.replica))
+    kept = directory.rename(tmp_path / "kept")
+    directory.write_text("in its way")
+    try:
+        while not first.done():
+            served.generate(request("Hello", 8))
+    finally:
+        directory.unlink()
+        kept.rename(directory)
+    assert first.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "serve.profile_dir" in first.details()
+    assert str(directory) not in first.details()
+    again = beside_steps(served, lambda: served.control.Profile(pb.ProfileRequest(steps=3), timeout=LONGEST_S))
+    assert (directory / "plugins" / "profile" / again.name).is_dir()
+
+
+def test_a_replica_that_has_stopped_is_unavailable(text_model: Path, tmp_path: Path):
+    with _server.serve(text_model, {"serve.profile_dir": str(tmp_path)}) as served:
+        served.replica.close()
+        with refused(grpc.StatusCode.UNAVAILABLE, "the server has stopped"):
+            served.control.Profile(pb.ProfileRequest(steps=3), timeout=20)
+
+
 @pytest.mark.parametrize("steps", [0, -1, MOST_STEPS + 1])
 def test_the_number_of_steps_is_checked(profiled: tuple[Served, Path], steps: int):
     served, _ = profiled
