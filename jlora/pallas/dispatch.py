@@ -128,9 +128,8 @@ def _gpu(site: Site) -> dict[str, Offer]:
     attention_gap = gap or gpu_support.attention_refusal(layout)
     if site.width > gpu_support.LISTED:
         most = gpu_support.LISTED
-        attention_gap = f"contexts of {site.width} pages exceed the {most} that fit in shared memory; " + _lower(
-            most * layout.block_tokens
-        )
+        attention_gap = f"contexts of {site.width} pages exceed the {most} that fit in shared memory; "
+        attention_gap += _lower(most * layout.block_tokens)
     lora_gap = gap or (left if len(refused) == len(GROUPS) else "")
     serves = SERVES + site.kind
     attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)
@@ -169,10 +168,8 @@ def _attention_gap(site: Site, chip: Chip) -> str:
     tables = max(tpu_attention.smem_bytes(rows, chunk, site.width) for rows, chunk in site.shapes)
     room = int(SCALAR_SHARE * chip.smem_bytes)
     if gap or tables > room:
-        most = min(tpu_attention.widest(rows, chunk, room) for rows, chunk in site.shapes)
-        return (
-            gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; {_lower(most * layout.block_tokens)}"
-        )
+        most = min(tpu_attention.widest(rows, chunk, room) for rows, chunk in site.shapes) * layout.block_tokens
+        return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; {_lower(most)}"
     for rows, chunk in site.shapes:
         if gap := _reason(chip.attention, AttentionShape.of(layout, site.heads, rows, chunk)):
             return gap

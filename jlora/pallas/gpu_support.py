@@ -112,8 +112,8 @@ def lora_refusal(layout: PoolLayout, units: Sequence[UnitLayout]) -> str | None:
             return f"widths {unit.a} and {unit.b} are not multiples of {WIDTHS[0]}"
         if unit.slots * unit.per_block != layout.block_tokens or not _takes(unit.per_block):
             return (
-                f"a block of cache.block_tokens = {layout.block_tokens} holds {unit.per_block} units of {unit.slots} slots; "
-                "the kernels need 2, 4, 8, 16, 32 or 64 units that fill it"
+                f"a block of cache.block_tokens = {layout.block_tokens} holds {unit.per_block} units of {unit.slots} "
+                "slots; the kernels need 2, 4, 8, 16, 32 or 64 units that fill it"
             )
     return None
 
