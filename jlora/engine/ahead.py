@@ -11,7 +11,7 @@ and an engine that runs meanwhile keeps its pace. Tracing holds the lock, for ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,10 +20,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jlora.cache.pool import pieces
 from jlora.engine.batch import BatchBuilder, Form, Launch
 from jlora.model.cut import SPLIT, layer_of
 from jlora.model.llama import Params
 from jlora.model.sampling import SlotState
+from jlora.model.sharding import BLOCKS
 from jlora.model.spec import PROJECTIONS, SITES
 from jlora.model.step import Programs, group_layers, head_of
 
@@ -43,10 +45,12 @@ class First:
     Attributes:
         blanks: of every form, a launch of padding.
         compiled: of the forms that serve every launch, when their programs are there.
+        copies: when the programs that copy blocks are there.
     """
 
     blanks: Mapping[Form, Launch]
     compiled: Mapping[Form, Future[None]]
+    copies: Sequence[Future[None]]
 
 
 class Ahead:
@@ -66,7 +70,12 @@ class Ahead:
         """Compiles the programs that serve every launch on `threads`. Call it on the builder's thread."""
         blanks = {form: builder.blank(*form) for form in builder.buckets.forms()}
         first = builder.buckets.largest.forms()
-        return First(blanks, {form: threads.submit(self.compile, blanks[form]) for form in first})
+        copies = [threads.submit(self.compile_copies, size) for size in pieces(self._pool.shape[0] // self._layers)]
+        return First(blanks, {form: threads.submit(self.compile, blanks[form]) for form in first}, copies)
+
+    @property
+    def _layers(self) -> int:
+        return self._groups * self._group_layers
 
     def compile(self, blank: Launch) -> None:
         """Compiles what every launch of the same form runs."""
@@ -81,6 +90,18 @@ class Ahead:
                 draw.lower(head_of(params), rows, self._state, blank.sampling).compile()
         if blank.score_targets is not None:
             programs.score.lower(head_of(params), hidden, blank.score_targets).compile()
+
+    def compile_copies(self, size: int) -> None:
+        """Compiles what copies so many blocks into the pool, whole or a group of their layers, and out of it."""
+        programs, pool, ids = self.programs, self._pool, np.zeros(size, np.int32)
+        sharding = NamedSharding(pool.sharding.mesh, BLOCKS)
+        data, group = (
+            jax.ShapeDtypeStruct((size, depth, *pool.shape[1:]), pool.dtype, sharding=sharding)
+            for depth in (self._layers, self._group_layers)
+        )
+        programs.write_blocks.lower(pool, ids, data).compile()
+        programs.write_layers.lower(pool, ids, group, np.int32(0)).compile()
+        programs.read_blocks.lower(pool, ids).compile()
 
     def compile_groups(self, blank: Launch) -> None:
         """Compiles what launches of the same form run behind copies on their way, group of layers by group."""

@@ -264,6 +264,8 @@ def _apart(helps: Helps, switching: Switching) -> Helps:
 
 def warm_up(runner: Runner, first: First, progress: bool) -> None:
     """Waits for the programs that serve every request; the runner names those that are left."""
+    for copies in first.copies:
+        copies.result()
     names = tqdm(runner.warm_up(first), desc="compiling", total=runner.needed, disable=not progress, leave=False)
     for name in names:
         log.debug("compiled %s", name)

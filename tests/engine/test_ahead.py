@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from jlora import config
+from jlora.cache.pool import DevicePool
 from jlora.engine import device
 from jlora.engine.batch import Form, Launch
+from jlora.engine.compiles import COMPILES
 from jlora.engine.plan import StepPlan
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
 from jlora.ports import OsThreads, PythonGarbage, System
 from jlora.types import Request, SamplingParams
 from tests import _make, port
@@ -170,3 +174,17 @@ def test_a_request_of_the_base_runs_without_adapters_from_the_first_step_where_s
         assert set(decoded) == {Form(4, 1, bare=True)} and replica.stats().compiles_after_warmup == 0
     finally:
         replica.stop()
+
+
+@pytest.mark.parametrize(("tp", "ahead"), [(1, True), (2, True), (1, False)])
+def test_copies_compile_before_there_is_a_pool_and_not_again(own_programs, tiny_spec: ModelSpec, tp: int, ahead: bool):
+    layout = PoolLayout.of(tiny_spec, 300, 16, tp)
+    prepared = device.prepare(config.load(None, {"model.tp": tp}), tiny_spec, layout, lambda uid: ())
+    if ahead:
+        compiler = Held()
+        prepared.ahead.begin(prepared.builder, compiler)
+        compiler.run(3)
+    pool = DevicePool(layout, prepared.mesh, prepared.ahead.programs, prepared.groups)
+    before = COMPILES.count
+    pool.warm_up()
+    assert (COMPILES.count == before) == ahead and pool.pieces == (16, 4, 1)
