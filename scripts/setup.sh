@@ -2,18 +2,19 @@
 # Makes a virtual environment with jlora in it, from the newest usable Python. A second run is
 # instant: the stamp in the environment holds what it was made from.
 #
-#   sh scripts/setup.sh [--venv DIR] [--extras LIST] [--python 3.X] [--first PINS] [--with PINS]
+#   sh scripts/setup.sh [--venv DIR] [--extras LIST] [--python 3.X] [--first PINS] [--with PINS] [--locked DIR]
 #
 #   --venv    where (.venv)
 #   --extras  extras of pyproject.toml (test,bench)
 #   --python  exactly this minor version, instead of the newest of 3.13, 3.12, 3.11
 #   --first   installed before anything else, so that nothing pulls in another version
 #   --with    installed together with jlora, pins included
+#   --locked  folder of lock files: what jlora needs comes from there, by its hashes; extras are free
 #
 # Plain sh, since the `python3` of the machine may be any version.
 set -eu
 
-venv=.venv extras=test,bench only="" first="" with=""
+venv=.venv extras=test,bench only="" first="" with="" locked=""
 while [ $# -gt 0 ]; do
     case "$1" in
         --venv) venv=$2 ;;
@@ -21,6 +22,7 @@ while [ $# -gt 0 ]; do
         --python) only=$2 ;;
         --first) first=$2 ;;
         --with) with=$2 ;;
+        --locked) locked=$2 ;;
         *) echo "setup: unknown option $1" >&2; exit 2 ;;
     esac
     shift 2
@@ -56,8 +58,9 @@ choose() {
 }
 
 recipe() {
-    echo "extras=$extras python=$only first=$first with=$with"
+    echo "extras=$extras python=$only first=$first with=$with locked=$locked"
     cat pyproject.toml scripts/setup.sh
+    if [ -n "$locked" ]; then cat "$locked"/*.txt; fi
 }
 
 stamp="$venv/jlora-setup"
@@ -82,6 +85,10 @@ rm -f "$stamp"
 echo "setup: installing packages into $venv (some minutes the first time)"
 # pip would compile on one core; all are compiled below.
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
+if [ -n "$locked" ]; then
+    minor=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    pip --require-hashes --requirement "$locked/python$minor.txt"
+fi
 # shellcheck disable=SC2086  # the lists are split on purpose
 if [ -n "$first" ]; then pip $first; fi
 # shellcheck disable=SC2086
