@@ -117,7 +117,9 @@ def test_a_directory_that_cannot_be_written_still_serves(tmp_path: Path):
     assert run(tmp_path, Program()) == [0.0, 2.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("part", [(traced.export, "export"), (traced, "_write")], ids=["export", "serialize"])
+@pytest.mark.parametrize(
+    "part", [(traced.export, "export"), (traced.export.Exported, "serialize")], ids=lambda part: part[1]
+)
 def test_a_program_that_cannot_be_exported_runs_all_the_same_and_one_warning_says_so(
     part: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
