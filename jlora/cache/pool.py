@@ -18,7 +18,7 @@ from jlora.layout import PoolLayout
 from jlora.model.step import Programs
 
 PIECES = (64, 16, 4, 1)  # blocks per copy program: few compiled shapes, no padding
-PIECE_SHARE = 1 / 16  # of the pool, at most: a piece lies on the device a second time while it is copied
+PIECE_SHARE = 1 / 16  # of the pool, at most: what one copy program takes beside it
 Staged = list[tuple[np.ndarray, jax.Array]]  # (block ids, data [n, L, B, 2K, H])
 
 
@@ -59,8 +59,9 @@ class DevicePool:
     def stage(self, ids: Sequence[int], data: Blocks) -> Staged:
         """Transfers data [n, l, B, 2K, H] and waits for it; touches no pool, so any thread may call it.
 
-        One piece of it is read while the one before it goes over. What is read must never be written again: on CPU a
-        transfer may alias the numpy buffer.
+        One piece of it is read while the one before it goes over. All of them stay: until they are placed, the whole
+        copy is on the device a second time. What is read must never be written again: on CPU a transfer may alias the
+        numpy buffer.
         """
         staged = []
         for at, piece in self._pieces(ids):

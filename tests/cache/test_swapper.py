@@ -52,7 +52,7 @@ class Rig:
 
 
 @pytest.mark.parametrize(("blocks", "pieces"), [(13, (1,)), (64, (4, 1)), (1023, (16, 4, 1)), (1024, (64, 16, 4, 1))])
-def test_a_piece_of_a_copy_takes_at_most_a_sixteenth_of_the_pool(blocks: int, pieces: tuple[int, ...]):
+def test_a_program_copies_at_most_a_sixteenth_of_the_pool(blocks: int, pieces: tuple[int, ...]):
     layout, mesh = PoolLayout.of(SPEC, blocks, 4, 1), sharding.make_mesh(1)
     pool = DevicePool(layout, mesh, step.build(SPEC, layout, mesh, stacked=True), 4)
     assert pool.pieces == pieces
