@@ -113,7 +113,9 @@ def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
 
 
 def compiled_copy(name: str, mesh: Mesh) -> Compiled:
-    """`write_blocks` or `write_layers` of 64 blocks, the most that swapping copies at a time, over 8 GiB per device.
+    """`write_blocks`, `write_layers` or `read_blocks` of 64 blocks, the most that swapping copies at a time.
+
+    The pool has 8 GiB per device.
 
     Of all layers of Llama-3-8B, or of one group of them, as a streamed launch takes them.
     """
@@ -122,9 +124,10 @@ def compiled_copy(name: str, mesh: Mesh) -> Compiled:
     programs = step.build(spec, layout, mesh, True)
     layers = spec.layers // step.layer_groups(spec.layers) if streamed else spec.layers
     pool, data = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (layout.shape, (64, layers, *layout.shape[1:])))
-    ids, *first = placed((np.zeros(64, np.int32), *([np.int32(0)] if streamed else [])), mesh)
-    args = (placed(pool, mesh, sharding.POOL), ids, placed(data, mesh, sharding.BLOCKS), *first)
-    return compiled(getattr(programs, name), args, mesh)
+    ids, first = placed((np.zeros(64, np.int32), np.int32(0)), mesh)
+    args = (placed(pool, mesh, sharding.POOL), ids, placed(data, mesh, sharding.BLOCKS), first)
+    takes = {"write_blocks": 3, "write_layers": 4, "read_blocks": 2}[name]
+    return compiled(getattr(programs, name), args[:takes], mesh)
 
 
 def collectives(text: str) -> dict[str, int]:

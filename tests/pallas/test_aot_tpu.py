@@ -232,6 +232,15 @@ def test_copies_into_the_pool_update_it_in_place(name: str, chip: str, tp: int, 
     assert _aot.collectives(program.text) == {}
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_copy_out_of_the_pool_takes_nothing_beside_what_it_copies(chip: str, tp: int, record_property: Any):
+    program = _aot.compiled_copy("read_blocks", _aot.tpu_mesh(chip, tp))
+    record_property("compiled", program.row("read_blocks llama3-8b, 64 blocks", chip, tp))
+    assert program.temp < 0.05 * 64 * _aot.COPIED / tp
+    assert _aot.collectives(program.text) == {}
+
+
 def step_values(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, shape: tuple[int, int], bare: bool) -> tuple[Any, ...]:
     """Abstract arguments of `Programs.forward`."""
     params = jax.eval_shape(llama.stack_layers, llama.abstract(spec)[0])

@@ -66,6 +66,15 @@ def test_copies_into_the_pool_update_it_in_place(name: str, tp: int, record_prop
     assert _aot.collectives(program.text) == {}
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_copy_out_of_the_pool_takes_nothing_beside_what_it_copies(tp: int, record_property: Any):
+    _gpu.need_compiler()
+    program = _aot.compiled_copy("read_blocks", Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,)))
+    record_property("compiled", program.row("read_blocks llama3-8b, 64 blocks", "H200", tp))
+    assert program.temp < 0.05 * 64 * _aot.COPIED / tp
+    assert _aot.collectives(program.text) == {}
+
+
 def kernels(program: Compiled) -> int:
     """How many launches of our kernels the program has."""
     return program.text.count('custom_call_target="mosaic_gpu')
