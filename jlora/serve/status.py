@@ -275,33 +275,59 @@ class _Call:
 
     def stream(self, inner: Callable[..., AsyncGenerator[Any]]) -> Callable[..., Awaitable[None]]:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
+            head = _Head(context)
             try:
                 with self.begin():
                     received = await _receive(context, self.stall_s)
                     with self.enter(received.size):
                         responses = inner(received.parsed(), Context(context, self.caller))
                         del received  # as above
-                        await self._send(responses, context)
+                        await self._send(responses, context, head)
                 self.unread.ends(context)
             except ENDS:
                 raise
             except BaseException as e:
-                await self._fail(context, e)
+                await self._fail(context, e, head)
 
         return call
 
-    async def _send(self, responses: AsyncGenerator[Any], context: grpc.aio.ServicerContext) -> None:
-        begun = False
+    async def _send(self, responses: AsyncGenerator[Any], context: grpc.aio.ServicerContext, head: _Head) -> None:
         async with aclosing(responses), _Patience(self.stall_s) as patience:
             async for response in responses:
-                if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
-                    await context.send_initial_metadata(())
-                    begun = True
-                await patience.write(response, context)
+                if not head.begun:
+                    await patience.sent(head.send())
+                await patience.sent(context.write(response))
 
-    async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
+    async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException, head: _Head | None = None) -> None:
         self.unread.ends(context)  # the client may leave this unread, too
+        if head is not None:
+            await head.over()
         await _abort(context, self.caller.told(error), self.method)
+
+
+class _Head:
+    """A stream's head. It goes by itself: or gRPC could not end a stream that stalls in its first message.
+
+    It waits for what the connection has not taken, also of other calls, and until it has gone gRPC cannot end the call.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+        self._sending: asyncio.Future[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._sending is not None
+
+    async def send(self) -> None:
+        """Sends it; it goes on if this is cancelled."""
+        self._sending = asyncio.ensure_future(self._context.send_initial_metadata(()))
+        await asyncio.shield(self._sending)
+
+    async def over(self) -> None:
+        """Waits until none is on its way."""
+        if self._sending is not None:
+            await asyncio.wait((self._sending,))
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method: str) -> None:
@@ -329,7 +355,7 @@ class _Patience:
     def __init__(self, stall_s: float):
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the write under way began
+        self._since: float | None = None  # when what is being sent began
         self._stalled = False
 
     async def __aenter__(self) -> Self:
@@ -340,11 +366,11 @@ class _Patience:
     async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    async def write(self, response: Any, context: grpc.aio.ServicerContext) -> None:
-        """Sends a message once the client has read enough of those before it (HTTP/2's flow control)."""
+    async def sent(self, sending: Awaitable[None]) -> None:
+        """Waits until it is sent: once the client has read enough of what came before (HTTP/2's flow control)."""
         self._since = self._loop.time()
         try:
-            await context.write(response)
+            await sending
         except asyncio.CancelledError:
             if not self._stalled or self._task is None or self._task.uncancel():
                 raise

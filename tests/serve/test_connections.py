@@ -151,6 +151,46 @@ def test_a_few_ends_that_nobody_takes_close_no_connection(served: Served, monkey
                 pass
 
 
+# The same with all windows open: only the socket holds an answer back.
+OPEN = HELLO[:24] + b"\0\0\6\4\0\0\0\0\0" + b"\0\4\x7f\xff\xff\xff" + HELLO[-9:]
+OPEN += b"\0\0\4\10\0\0\0\0\0" + b"\x7f\0\0\0"
+
+
+def called(call: int, path: bytes, message: bytes) -> bytes:
+    """A whole call by its number, which is odd."""
+    headers = HEADERS.replace(bytes([len(PATH)]) + PATH, bytes([len(path)]) + path)
+    body = b"\0" + len(message).to_bytes(4) + message
+    head = len(headers).to_bytes(3) + b"\1\4" + call.to_bytes(4) + headers
+    return head + len(body).to_bytes(3) + b"\0\1" + call.to_bytes(4) + body
+
+
+def test_a_stream_on_a_connection_that_takes_nothing_holds_no_place(served: Served):
+    """Its head waits behind the answers of calls that have ended here."""
+    large = request(max_tokens=500, n=8, logprobs=20).SerializeToString()  # ten are more than the sockets hold
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0, stall_s=0.5)) as front, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = front.address.split(":")
+        raw.connect((host, int(port)))
+        raw.sendall(OPEN)
+
+        def ask(call: int, path: bytes, message: bytes, tokens: int) -> None:
+            before = served.stats().generated_tokens
+            raw.sendall(called(call, path, message))
+            wait_until(lambda: served.stats().generated_tokens == before + tokens)
+            wait_until(lambda: not any(front.backend.gate.held), timeout_s=10)
+
+        for call in range(1, 21, 2):
+            ask(call, PATH, large, 8 * 500)
+        ask(21, PATH + b"Stream", request(max_tokens=1).SerializeToString(), 1)
+        raw.settimeout(1.0)
+        said = b""
+        with pytest.raises(TimeoutError):  # the connection is as good as before
+            while piece := raw.recv(1 << 20):
+                said = said[-1000:] + piece
+        assert b"serve.stall_s = 0.5 s" in said[-1000:]
+    served.check_idle()
+
+
 @pytest.mark.parametrize("ours", ["127.0.0.1", "::ffff:127.0.0.1", "::1"])
 def test_the_connection_of_a_peer_is_closed_and_no_other(ours: str):
     six = ":" in ours
