@@ -1,4 +1,4 @@
-"""Whatever names and prompts clients make up, no table of ours grows with them: 100,000 unique keys for each."""
+"""No table of ours grows with the names and prompts that clients make up: 100,000 keys for each, or 10,000 calls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from jlora.cluster.prefixes import Prefixes
@@ -16,12 +18,16 @@ from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.routing.sessions import Sessions
 from jlora.cluster.uses import Uses
 from jlora.cluster.view import ReplicaView
+from jlora.engine.futures import failed
 from jlora.errors import LimitReached, NotFound, QueueFull
-from jlora.serve.access.tenants import Tenants
+from jlora.serve.backend import Backend
 from jlora.serve.gate import Gate, Room
+from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.recent import MOST, Recent
+from jlora.serve.services import InferenceServicer
+from jlora.serve.status import StatusInterceptor
 from jlora.serve.tally import Tally
-from jlora.types import Usage
+from jlora.types import Request, Usage
 from tests import port
 from tests.cluster import _port as cluster
 from tests.cluster._links import INFO, Client, request, service
@@ -55,11 +61,68 @@ def adapters() -> Iterator[Filled]:
 
 def tenants() -> Iterator[Filled]:
     """Clients without a key name their tenant: it is no key of the tables of limits."""
-    gate, limits = Gate(), Tenants()
-    yield lambda: port.tenants(gate, limits), 2
-    for i in range(KEYS):
-        with limits.call(f"tenant {i}", completes=True), gate.completions(Room(1, 1), 1, None), gate.call(1, False):
-            pass
+    replica: Any = Full()
+    backend = Backend(replica)
+    yield lambda: port.tenants(backend.gate, backend.access.tenants), 2
+    asyncio.run(refused_calls(backend, KEYS // 10))
+    assert replica.asked == KEYS // 10
+
+
+class Full:
+    """A replica without room; what it is asked has passed all of a server."""
+
+    info = INFO
+    asked = 0
+
+    def submit(self, request: Request, _: object) -> Future[int]:
+        assert request.tenant == f"tenant {self.asked}"
+        self.asked += 1
+        return failed(QueueFull("queue is full"))
+
+
+async def refused_calls(backend: Backend, count: int) -> None:
+    """Calls of `Generate`, each of a client that makes up its tenant, as gRPC hands them to the server."""
+    serves: Any = grpc.unary_unary_rpc_method_handler(
+        InferenceServicer(backend).Generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
+    )
+    calls = StatusInterceptor(backend, stall_s=30.0)
+
+    async def found(_: object) -> Any:
+        return serves
+
+    for i in range(count):
+        details: Any = SimpleNamespace(
+            method="/jlora.v1.Inference/Generate", invocation_metadata=(("authorization", f"Bearer tenant {i}"),)
+        )
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), tenant=f"tenant {i}")
+        handler = await calls.intercept_service(found, details)
+        context = Refused(handler.request_deserializer(message.SerializeToString()))
+        await handler.stream_unary(None, context)
+        assert context.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Refused:
+    """gRPC's context of a call that is refused, as far as the server asks it."""
+
+    def __init__(self, message: object):
+        self.code: grpc.StatusCode | None = None
+        self._message = message
+
+    async def read(self) -> object:
+        return self._message
+
+    async def abort(self, code: grpc.StatusCode, *_: object) -> None:
+        self.code = code
+        raise grpc.aio.AbortError
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50000"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
 
 
 def ended() -> Iterator[Filled]:
