@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ GRACE_S = 2.0
 CLOSE_S = 10.0
 # Exit code when the engine or a thread has failed, or hangs at the end: a supervisor should start the server again.
 FAILED = 70
+# Threads for calls that wait for a disk, a lock or another process.
+WAITERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     program = program or ENGINE
     stop, threads = _stop_on_signal(), program.threads or OsThreads()
     lost = _lost(threads)
+    _start_waiters(threads)
     if not program.token:
         _check_exposed(config.serve)
     backend = Backend(
@@ -154,6 +158,13 @@ async def serve(config: Config, program: Program | None = None) -> int:
         await _stop(servers, grace_s=0)
         if backend.tracing is not None:
             await backend.tracing.close(GRACE_S)
+
+
+def _start_waiters(threads: Threads) -> None:
+    """All threads of `asyncio.to_thread` now: later the machine may start no more."""
+    pool = threads.pool("jlora-wait", WAITERS)
+    assert isinstance(pool, ThreadPoolExecutor)  # asyncio takes no other
+    asyncio.get_running_loop().set_default_executor(pool)
 
 
 def _tracing(endpoint: str) -> Tracing | None:
