@@ -127,9 +127,12 @@ class Sequence:
 
     @property
     def reuses(self) -> bool:
-        """Whether it may read cached KV; prompt log-probabilities need every hidden state."""
+        """Whether it may read cached KV; prompt log-probabilities need every hidden state.
+
+        Not after a copy for it has failed: a long prefix may never find the memory that its copy takes.
+        """
         scored = self.request.sampling.prompt_logprobs is not None and not self.resumed
-        return not (self.request.bypass_prefix_cache or scored)
+        return not (self.request.bypass_prefix_cache or scored or self.setbacks)
 
     @property
     def remaining(self) -> int:

@@ -15,7 +15,7 @@ from jlora.cache import inspect
 from jlora.engine import faults, shares
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
-from jlora.types import Request
+from jlora.types import Request, TokenEvent
 from tests import port
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, SEEDED, mixed, serve, tokens
@@ -287,6 +287,25 @@ def test_a_copy_without_memory_is_made_again(replica: Running, expected: dict, m
             assert tokens(events) == expected[request.id]
         else:  # a step had begun to read it
             assert isinstance(events[-1].error, ResourceExhausted)
+
+
+def test_a_prefix_whose_copy_finds_no_memory_is_computed_again(replica: Running, monkeypatch: pytest.MonkeyPatch):
+    def ask(name: str, first: int) -> list[TokenEvent]:
+        return serve(replica, [Request(name, tuple(range(first, first + 60)), GREEDY)])[name]
+
+    replica.flush_cache()
+    expected = tokens(ask("first", 3))
+    for other in range(4, 30):
+        ask(f"other{other}", other)  # until the prefix is on the host alone
+    assert replica.cache_state().host.history_kv > 0
+    tried: list[object] = []
+
+    def never(ids: object, _: object) -> None:
+        tried.append(ids)
+        raise exhausted()
+
+    wrapped(monkeypatch, replica.parts.runner.pool, "stage", never)
+    assert tokens(ask("again", 3)) == expected and len(tried) == 1
 
 
 @pytest.mark.parametrize("where", ["gather", "write"])
