@@ -164,6 +164,7 @@ def called(call: int, path: bytes, message: bytes) -> bytes:
     return head + len(body).to_bytes(3) + b"\0\1" + call.to_bytes(4) + body
 
 
+@pytest.mark.slow  # the answers that fill the sockets have 40,000 tokens
 def test_a_stream_on_a_connection_that_takes_nothing_holds_no_place(served: Served):
     """Its head waits behind the answers of calls that have ended here."""
     large = request(max_tokens=500, n=8, logprobs=20).SerializeToString()  # ten are more than the sockets hold
@@ -176,7 +177,7 @@ def test_a_stream_on_a_connection_that_takes_nothing_holds_no_place(served: Serv
         def ask(call: int, path: bytes, message: bytes, tokens: int) -> None:
             before = served.stats().generated_tokens
             raw.sendall(called(call, path, message))
-            wait_until(lambda: served.stats().generated_tokens == before + tokens)
+            wait_until(lambda: served.stats().generated_tokens == before + tokens, timeout_s=60)
             wait_until(lambda: not any(front.backend.gate.held), timeout_s=10)
 
         for call in range(1, 21, 2):
