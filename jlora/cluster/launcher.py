@@ -121,7 +121,8 @@ async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None
         await starting
         left = max(1.0, config.cluster.start_timeout_s - (time.monotonic() - began))
         async with asyncio.timeout(left):
-            await router.ready(REST_S)
+            await router.ready()
+        await router.ready(REST_S)
         return router, await asyncio.to_thread(_tokenizer, config, router)
     except TimeoutError:
         await router.aclose()

@@ -74,6 +74,7 @@ class Sequence:
     want: Want | None = None  # what it needs of the cache, while it waits
     refused: int = -1  # the cache's epoch when it was last refused a lease
     setbacks: int = 0  # copies for it that have failed
+    uncached: bool = False  # one of them was of its cached prefix
     overtaken: int = 0  # how many sequences have gone first because they found everything on the device
     set_up: bool = False  # the slot's tables on the device are this sequence's
     finished: FinishReason | None = None
@@ -129,10 +130,15 @@ class Sequence:
     def reuses(self) -> bool:
         """Whether it may read cached KV; prompt log-probabilities need every hidden state.
 
-        Not after a copy for it has failed: a long prefix may never find the memory that its copy takes.
+        Not after a copy of its own has failed: a long prefix may never find the memory that its copy takes.
         """
         scored = self.request.sampling.prompt_logprobs is not None and not self.resumed
-        return not (self.request.bypass_prefix_cache or scored or self.setbacks)
+        return not (self.request.bypass_prefix_cache or scored or self.uncached)
+
+    def set_back(self, uncached: bool) -> None:
+        """A copy for it has failed; `uncached`: of its cached prefix, which it computes then."""
+        self.setbacks += 1
+        self.uncached |= uncached
 
     @property
     def remaining(self) -> int:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ class Profiler:
         self._directory = directory
         self._clock = clock
         self._running = threading.Lock()
+        self._stuck = False  # the last trace could not be written
 
     def trace(
         self, steps: int, replica: str, pool: Executor, done: Callable[[], int], when: When
@@ -76,6 +78,10 @@ class Profiler:
         import jax  # a replica in a simulation has no device to trace
 
         try:
+            if self._stuck:  # jax 0.10 keeps a trace that it could not write until another attempt
+                with suppress(RuntimeError, OSError):
+                    jax.profiler.stop_trace()
+            self._stuck = False
             jax.profiler.start_trace(self._directory)
         except BaseException:
             self._running.release()
@@ -92,6 +98,7 @@ class Profiler:
             jax.profiler.stop_trace()
             made = max((Path(self._directory) / "plugins" / "profile").iterdir(), key=lambda run: run.stat().st_mtime)
         except (OSError, jax.errors.JaxRuntimeError) as e:  # the second, too, is of the file: its text says which
+            self._stuck = True
             log.warning("%s = %s: the trace cannot be written: %s", KEY, self._directory, e)
             raise ResourceExhausted(
                 f"the trace cannot be written into {KEY}: is the disk full? The server's log says why"

@@ -294,7 +294,7 @@ class Scheduler:
             lease = sequence.lease
             if lease is None or (lease.adapter not in nodes and nodes.isdisjoint(lease.path)):
                 continue
-            sequence.setbacks += 1
+            sequence.set_back(not nodes.isdisjoint(lease.path))
             untouched = not (sequence.in_flight or lease.streamed)
             again = untouched and isinstance(error, MemoryError)
             again |= lease.helped and not lease.streamed  # no step has read any of the copy that is wrong

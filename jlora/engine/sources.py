@@ -177,8 +177,6 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks
     for name in tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False):
         row = rows.pop(name, None)
-        if row is not None and row.path != os.path.abspath(paths[name]):
-            log.warning("adapter %r: serves %s, and no longer %s, which was loaded since", name, paths[name], row.path)
         try:
             item = _known_or_scanned(check_name(name), paths[name], row, reader)
         except JloraError as e:
@@ -187,6 +185,8 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
             log.warning("adapter %r is left out: %s", name, e)
             left_out += [name] * (row is not None and not row.digest)
         else:
+            if row is not None and row.path != os.path.abspath(paths[name]) and reader.stamp(row.path) is not None:
+                log.warning("adapter %r: is served from %s, and no longer from %s", name, paths[name], row.path)
             found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
     before = list(_loaded_before(rows.values(), reader))
     known = {item.name for item in before}

@@ -177,7 +177,7 @@ def _attention_gap(site: Site, chip: Chip) -> str:
 
 
 def _lower(tokens: int) -> str:
-    return f"lower model.max_model_len to at most {tokens}"
+    return f"lower model.max_model_len to at most {tokens}" if tokens else "lower engine.max_seqs"
 
 
 def _lora_gap(site: Site, chip: Chip) -> str:

@@ -52,7 +52,7 @@ CLOSE_S = 10.0
 # Exit code when the engine or a thread has failed, or hangs at the end: a supervisor should start the server again.
 FAILED = 70
 # Threads for calls that wait for a disk, a lock or another process.
-WAITERS = 8
+WAITERS = max(8, min(32, (os.cpu_count() or 1) + 4))
 
 
 @dataclass(frozen=True, slots=True)

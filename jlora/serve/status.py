@@ -322,6 +322,7 @@ class _Head:
     async def send(self) -> None:
         """Sends it; it goes on if this is cancelled."""
         self._sending = asyncio.ensure_future(self._context.send_initial_metadata(()))
+        self._sending.add_done_callback(lambda head: head.cancelled() or head.exception())  # or asyncio would log it
         await asyncio.shield(self._sending)
 
     async def over(self) -> None:

@@ -167,6 +167,23 @@ def test_without_a_replica_health_says_so_and_with_the_next_one_it_serves_again(
     assert asyncio.run(both()) == 0
 
 
+def test_a_replica_that_is_away_does_not_keep_a_router_from_its_start(
+    replicas: list[FakeReplica], signals: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The time for the start is shorter than the wait for the other replicas."""
+    fleet = FakeFleet({"r0": replicas[0].address, "r1": "127.0.0.1:1"})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
+
+    async def both() -> int:
+        config = config_for(tmp_path, **{"cluster.start_timeout_s": launcher.REST_S - 0.5})
+        served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
+        assert "replicas=1\n" in await asyncio.wait_for(ready(capsys), 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await served
+
+    assert asyncio.run(both()) == 0
+
+
 def test_a_router_is_made_for_the_queues_of_all_its_replicas():
     parts = launcher.Parts(FakeFleet({}), FakeDirectory(), LeastLoaded(), OsThreads())
     assert launcher.program(parts, configuration.ClusterConfig(replicas=3)).replicas == 3

@@ -168,7 +168,7 @@ def called(call: int, path: bytes, message: bytes) -> bytes:
 def test_a_stream_on_a_connection_that_takes_nothing_holds_no_place(served: Served):
     """Its head waits behind the answers of calls that have ended here."""
     large = request(max_tokens=500, n=8, logprobs=20).SerializeToString()  # ten are more than the sockets hold
-    with serving(served.backend, ServeConfig(heartbeat_s=60.0, stall_s=0.5)) as front, socket.socket() as raw:
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0, stall_s=2.0)) as front, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = front.address.split(":")
         raw.connect((host, int(port)))
@@ -183,12 +183,12 @@ def test_a_stream_on_a_connection_that_takes_nothing_holds_no_place(served: Serv
         for call in range(1, 21, 2):
             ask(call, PATH, large, 8 * 500)
         ask(21, PATH + b"Stream", request(max_tokens=1).SerializeToString(), 1)
-        raw.settimeout(1.0)
+        raw.settimeout(60.0)
         said = b""
-        with pytest.raises(TimeoutError):  # the connection is as good as before
-            while piece := raw.recv(1 << 20):
-                said = said[-1000:] + piece
-        assert b"serve.stall_s = 0.5 s" in said[-1000:]
+        while b"serve.stall_s = 2 s" not in said:  # the connection is as good as before
+            piece = raw.recv(1 << 20)
+            assert piece, said
+            said = said[-1000:] + piece
     served.check_idle()
 
 
