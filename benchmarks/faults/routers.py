@@ -70,7 +70,8 @@ def replicas(folder: Path) -> Iterator[tuple[list[rpc.ControlStub], list[str]]]:
             controls.append(rpc.ControlStub(opened.enter_context(connect(process.address, Login(TOKEN)))))
         fleet = ["--fleet", "static", "--addresses", ",".join(addresses)]
         adapters = {name: str(assets.adapter_path(name)) for name in ADAPTERS if name}
-        yield controls, [*common, *fleet, *flags_of(adapters, {"serve.log_level": "warning"})]
+        table = {"adapters.registry": folder / "adapters.db"}  # or the next router would load all adapters anew
+        yield controls, [*common, *fleet, *flags_of(adapters, {"serve.log_level": "warning", **table})]
 
 
 class Life:

@@ -56,6 +56,7 @@ def test_streams_that_are_read_slowly_are_cut_and_delay_no_other(tmp_path: Path)
 def test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids():
     found = asyncio.run(routers.kills(2))
     assert found["UNAVAILABLE"] == found["whole"] == 2 * routers.STREAMS and "wrong" not in found
+    assert found["map_s_max"] < routers.PATIENCE_S / 2, "the next router does not know where adapters are"
 
 
 @pytest.mark.slow
