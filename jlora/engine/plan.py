@@ -130,7 +130,7 @@ class Sequence:
     def reuses(self) -> bool:
         """Whether it may read cached KV; prompt log-probabilities need every hidden state.
 
-        Not after a copy of its own has failed: a long prefix may never find the memory that its copy takes.
+        Not after a copy of its prefix has failed: a long one may never find the memory that its copy takes.
         """
         scored = self.request.sampling.prompt_logprobs is not None and not self.resumed
         return not (self.request.bypass_prefix_cache or scored or self.uncached)
