@@ -25,8 +25,11 @@ from typing import Protocol
 import numpy as np
 
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
+from jlora.machine import spare_bytes
 
 log = logging.getLogger(__name__)
+
+KEPT_BYTES = 128 << 20  # of memory that the host tier and programs leave to what comes and goes: files being read, texts
 
 READ_BYTES = 1 << 24  # at once
 MAX_LINKS = 40  # one after the other, as in Linux
@@ -423,6 +426,7 @@ class System:
     Attributes:
         wall: seconds since 1970, for what outlives the process.
         random: draws the seeds of requests that name none; None makes one from `model.seed`.
+        spare: bytes that machine and container can still give.
     """
 
     clock: Clock = time.monotonic
@@ -431,3 +435,13 @@ class System:
     threads: Threads = field(default_factory=OsThreads)
     random: random.Random | None = None
     garbage: Garbage = field(default_factory=PythonGarbage)
+    spare: Callable[[], int] = spare_bytes
+
+    def beside_kept(self) -> int:
+        """Bytes of memory that may be taken for long."""
+        return max(0, self.spare() - KEPT_BYTES)
+
+    def check_spare(self) -> None:
+        """Raises MemoryError if none may be taken for long."""
+        if not self.beside_kept():
+            raise MemoryError(f"less than {KEPT_BYTES >> 20} MiB of memory are left")

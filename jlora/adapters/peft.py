@@ -53,7 +53,7 @@ HEADER_BYTES, HEADER_BYTES_PER_MODULE = 1 << 16, 1024  # PEFT's two entries of a
 # adapters stay below 1e3. With 1e6 everywhere every sum of a layer stays below 1e30, so float32 and bfloat16 hold it.
 MAX_GAIN = 1e6
 
-Check = Callable[[Iterable[tuple[str, int]]], None]  # takes (projection, rank) of every module
+Check = Callable[[Iterable[tuple[str, int]]], object]  # takes (projection, rank) of every module
 Parse = Callable[[bytes, str], LoraConfig]  # takes what the file is called in messages, too
 
 NOTHING = np.empty(0, np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jlora.cache.tree import AdapterNode, Node, Origin
@@ -48,12 +49,14 @@ class Sizes:
 
     Attributes:
         longest: blocks of the longest context; pins leave room for it.
+        spare: blocks that the host's memory can still give, now; None: as many as there are.
     """
 
     device: int
     host: int
     block_tokens: int
     longest: int = 0
+    spare: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ class CacheManager:
         self.reserved: set[int] = set()  # host blocks of adapters that are being loaded
         self.counters = self._cells.counters
         self._pinned: set[AdapterNode] = set()
-        self._monitor = Monitor(self._cells, monitor_s, backs_up=self.prefix_reuse and policy.saves_ahead)
+        backs_up = self.prefix_reuse and policy.saves_ahead
+        self._monitor = Monitor(self._cells, monitor_s, backs_up, sizes.spare)
 
     def stream(self) -> None:
         """Lets long copies come in groups of layers from now on."""

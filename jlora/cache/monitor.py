@@ -4,6 +4,8 @@
         use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
         use below `lower`        prefetch the most valuable roots while the link idles
         link idle                copy the coldest KV to the host, in place of copies of KV that stays here
+    every second:
+        memory short             the host tier grows no further
 
 Thanks to the backups, a node usually has a host copy before it is evicted, so an eviction never writes.
 """
@@ -11,27 +13,32 @@ Thanks to the backups, a node usually has a host copy before it is evicted, so a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 
 from jlora.cache.policies import Pulse
 from jlora.cache.residency import Residency
 from jlora.cache.tree import KV, AdapterNode, Node, adapter_of
 
+log = logging.getLogger(__name__)
+
 LEAST_BACKUPS, MOST_BACKUPS = 16, 512  # blocks per round: for a slow link, and to bound Python's time in a step
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
 FETCHES = 64  # nodes per round: each is a copy of its own, which bounds Python's time in a step
+LOOK_S = 1.0  # between two looks at the host's memory
 REKEYS = 500  # nodes per round: bounds Python's time in a step, whatever the tree's size
 
 
 class Monitor:
     """The rounds of one cache."""
 
-    def __init__(self, cells: Residency, every_s: float, backs_up: bool):
+    def __init__(self, cells: Residency, every_s: float, backs_up: bool, spare: Callable[[], int] | None):
         self._cells = cells
         self._adapters: Mapping[int, AdapterNode] = cells.tree.adapters
         self._every = every_s
         self._backs_up = backs_up
-        self._next = 0.0
+        self._spare = spare
+        self._next = self._look = 0.0
         self._stale: Iterator[Node] = iter(())  # nodes whose keys are to be made again
 
     def tend(self, now: float, running: int) -> None:
@@ -39,6 +46,7 @@ class Monitor:
         if now < self._next:
             return
         self._next = now + self._every
+        self._bound_host(now)
         policy = self._cells.policy
         nodes = list(self._adapters.values())
         pulse = Pulse(running, nodes, sum(1 for node in nodes if node.device))
@@ -50,6 +58,20 @@ class Monitor:
         self._fetch_below(policy.lower)
         if self._backs_up:
             self._back_up()
+
+    def _bound_host(self, now: float) -> None:
+        """Blocks whose memory was touched stay. The others are for use as far as the machine has memory for them."""
+        host = self._cells.host
+        if self._spare is None or now < self._look or host.total - host.fresh == host.most:
+            return
+        self._look = now + LOOK_S
+        before = host.total
+        host.bound(self._spare())
+        if host.total > before:
+            self._cells.epoch += 1
+        if (host.total < host.most) != (before < host.most):
+            short = "memory is short" if host.total < host.most else "there is memory again"
+            log.warning("%s: the host tier has %d blocks of %d", short, host.total, host.most)
 
     def _every_node(self) -> Iterator[Node]:
         """All nodes, lazily, adapters first. A node that comes meanwhile has the right key already."""

@@ -49,7 +49,7 @@ from jlora.layout import PoolLayout
 from jlora.model import checkpoint, hub, sharding
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec, sites_of
-from jlora.ports import Clock, OsThreads, System, Threads
+from jlora.ports import OsThreads, System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.step_model import Basis, FittedSteps
 from jlora.validation import Limits
@@ -115,7 +115,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     runner, pool = prepared.complete(read(progress), system.clock)
     phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
-    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
+    manager = make_manager(config, layout, host_blocks, spec.max_len, system)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
     failed.callback(swapper.close)
@@ -155,7 +155,7 @@ def _reader(
 ) -> Reader:
     """Reads the adapters that this engine serves."""
     rank, targets = adapters.max_rank, adapters.target_modules
-    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets)
+    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets, system.spare)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:
@@ -188,12 +188,16 @@ def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, 
     return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
 
 
-def make_manager(config: Config, layout: PoolLayout, host_blocks: int, max_len: int, clock: Clock) -> CacheManager:
+def make_manager(config: Config, layout: PoolLayout, host_blocks: int, max_len: int, system: System) -> CacheManager:
     """The cache that `config.cache` asks for. `max_len`: tokens of the longest context."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
-    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len))
-    return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)
+
+    def spare() -> int:
+        return system.beside_kept() // layout.block_bytes
+
+    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len), spare)
+    return CacheManager(sizes, policy, system.clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)
 
 
 def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedSteps | None:

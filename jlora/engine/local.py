@@ -79,10 +79,9 @@ class LocalReplica(Replica):
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
         system.threads.start("jlora-watch", self._watch.run)
-        rest = built.runner.left
-        self._finished = not rest
-        if rest:
-            for left in rest:
+        self._finished = not built.runner.left
+        if not self._finished:
+            for left in built.runner.left:
                 self._compiler.submit(self._compile, left)
             self._compiler.submit(self._finish)
             # What they leave behind is loaded for good, too.
@@ -106,14 +105,15 @@ class LocalReplica(Replica):
 
     def _compile(self, left: Left) -> None:
         """Runs on the compiler's thread, beside the steps."""
-        runner = self._built.runner
+        runner, take = self._built.runner, self._built.runner.drop
         try:
+            self._system.check_spare()
             runner.compile(left)
-        except BaseException:  # also SystemExit: the form would be left for ever
-            log.exception("%s does not compile; a larger form stands in for it", left)
-            self.between_steps(lambda: runner.drop(left))
-        else:
-            self.between_steps(lambda: runner.admit(left))
+            take = runner.admit
+        except BaseException as e:  # also SystemExit: the form would be left for ever
+            known = isinstance(e, MemoryError)
+            log.error("%s does not compile; a larger form stands in for it: %s", left, e, exc_info=not known)
+        self.between_steps(lambda: take(left))
 
     def _finish(self) -> None:
         """All programs are there: steps need not wait for whole copies from now on."""

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jlora.adapters.peft import ATTEMPTS, CONFIG, WEIGHTS, read_peft
-from jlora.engine.sources import Reader, scan_adapter
-from jlora.errors import DataLoss, JloraError, NotFound
+from jlora.engine.sources import Reader, read_adapter, scan_adapter
+from jlora.errors import DataLoss, JloraError, NotFound, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.ports import DiskFile, DiskFiles, DiskFolder
 from tests import _make
@@ -37,6 +37,18 @@ def test_a_scan_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     weights = (path / WEIGHTS).read_bytes()
     header = int.from_bytes(weights[:8], "little")
     assert sum(found) == (path / CONFIG).stat().st_size + 8 + header < len(weights)
+
+
+def test_what_the_memory_does_not_hold_is_not_read(tmp_path: Path):
+    """It is scanned all the same, and is read once there is memory."""
+    path, left = str(_make.make_adapter(tmp_path / "a", SPEC, r=8)), [0]
+    layout = PoolLayout.of(SPEC, 64, 16)
+    reader = Reader(SPEC, layout, 64, ("tiny",), DiskFiles(), time.monotonic, spare=lambda: left[0])
+    blocks = scan_adapter("a", path, reader).blocks
+    with pytest.raises(ResourceExhausted, match="adapter a: reading it takes up to .* MiB of memory, and 0 are left"):
+        read_adapter("a", path, reader)
+    left[0] = 10 * blocks * layout.block_bytes
+    assert read_adapter("a", path, reader).blocks == blocks
 
 
 class Changing(DiskFiles):

@@ -6,7 +6,10 @@ import pytest
 
 from jlora.cache.blocks import Tier
 from jlora.cache.inspect import check_integrity, state
-from jlora.cache.tree import KV, Origin
+from jlora.cache.manager import CacheManager, Sizes
+from jlora.cache.policies import Jlora
+from jlora.cache.transfer import Meter
+from jlora.cache.tree import ADAPTER, KV, Origin
 from tests.cache._books import check_idle
 from tests.cache._cache import A, B, Cache, D
 
@@ -302,6 +305,38 @@ def test_a_block_given_back_twice_or_taken_from_nothing_is_caught():
         tier.give(KV, taken[:1])
     with pytest.raises(AssertionError, match="free"):
         tier.take(KV, 5)
+
+
+def test_a_tier_grows_no_further_than_its_memory_goes():
+    tier = Tier(8)
+    taken = tier.take(KV, 3)
+    tier.bound(2)
+    assert (tier.total, tier.free, tier.fresh) == (5, 2, 2)
+    tier.give(KV, taken)
+    tier.bound(0)
+    assert (tier.total, tier.free) == (3, 3), "blocks whose memory was touched stay"
+    tier.check_integrity([])
+    tier.bound(4)
+    assert (tier.total, tier.free, tier.fresh) == (7, 7, 4)
+    blocks = tier.take(ADAPTER, 7)
+    assert sorted(blocks) == list(range(1, 8)) and blocks[:3] == (3, 2, 1)
+    tier.bound(9)
+    assert (tier.total, tier.free) == (8, 1), "never more than there are"
+    tier.check_integrity(blocks)
+
+
+def test_memory_that_comes_back_lets_the_host_tier_grow_again():
+    memory = [3]
+    sizes = Sizes(16, 10, 4, spare=lambda: memory[0])
+    manager = CacheManager(sizes, Jlora(Meter(1e-3)), clock=lambda: 0.0)
+    assert manager.reserve(4) is not None
+    manager.tend(0.0, 0)
+    assert manager.host.total == 7 and manager.reserve(4) is None
+    memory[0], epoch = 5, manager.epoch
+    manager.tend(0.5, 0)
+    assert manager.reserve(4) is None, "it looks once a second"
+    manager.tend(1.5, 0)
+    assert manager.host.total == 9 and manager.epoch > epoch and manager.reserve(4) is not None
 
 
 def test_a_leaked_block_is_caught():

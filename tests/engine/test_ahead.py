@@ -30,6 +30,7 @@ class Held(Executor):
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable, tuple]] = []
+        self.memory = 1 << 40  # bytes left
 
     def submit(self, fn: Callable, /, *args, **kwargs) -> Future:
         self.calls.append((fn, args))
@@ -73,7 +74,8 @@ def served(request: pytest.FixtureRequest, own_programs, tiny_model: Path, tiny_
     threads = HeldThreads()
     sizes = {"engine.max_step_tokens": 64, "model.tp": getattr(request, "param", 1)}
     settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
-    replica = Running(config.load(None, settings), System(threads=threads, garbage=Counted()), warm=False)
+    system = System(threads=threads, garbage=Counted(), spare=lambda: threads.compiler.memory)
+    replica = Running(config.load(None, settings), system, warm=False)
     yield replica, threads.compiler
     replica.check_integrity()
     replica.stop()
@@ -139,6 +141,15 @@ def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
         compiler.run(left + 1)
     assert replica.local.warm().result(60) and not port.streams(replica.manager), "no program runs a group of layers"
     assert caplog.text.count("does not compile; a larger form stands in") == left
+    assert len(answers(replica, "x")) == 12 and replica.stats().compiles_after_warmup == 0
+
+
+def test_no_program_compiles_where_memory_is_short(served: Served, caplog: pytest.LogCaptureFixture):
+    replica, compiler = served
+    left, said = replica.stats().programs_left, "a larger form stands in for it: less than 128 MiB of memory are left"
+    compiler.memory = 1 << 20
+    compiler.run(left + 1)
+    assert replica.local.warm().result(60) and caplog.text.count(said) == left and "Traceback" not in caplog.text
     assert len(answers(replica, "x")) == 12 and replica.stats().compiles_after_warmup == 0
 
 

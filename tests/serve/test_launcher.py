@@ -12,8 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -32,14 +30,10 @@ from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
+from tests.serve._process import ROOT, process, ready
 from tests.serve._server import SMALL, listening, refused, request, wait_until, write_text_model
 
 CODE = grpc.StatusCode
-ROOT = Path(__file__).resolve().parents[2]
-READY = re.compile(
-    r"jlora ready grpc=(127\.0\.0\.1:\d+) (?:http=(?P<http>\S+) )?"
-    r"model=(?P<model>\S+) adapters=(?P<adapters>\d+) blocks=(?P<blocks>\d+)\n"
-)
 
 
 # -- cannot start -------------------------------------------------------------------------------
@@ -138,27 +132,6 @@ def quick() -> list[str]:
     """Flags of a small server that compiles only what it needs."""
     settings = {**SMALL, "engine.warmup": False, "serve.compile_cache": "auto"}
     return ["--set", *(f"{key}={value}" for key, value in settings.items())]
-
-
-@contextmanager
-def process(argv: list[str], program: Sequence[str] = ("-m", "jlora.serve")) -> Iterator[subprocess.Popen[str]]:
-    """`python -m jlora.serve`, or another program; killed at the end if it still runs."""
-    command = [sys.executable, *program, *argv]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        try:
-            yield started
-        finally:
-            if started.poll() is None:
-                started.kill()
-
-
-def ready(server: subprocess.Popen[str]) -> re.Match[str]:
-    """The ready line, which is the first line of stdout."""
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    found = READY.fullmatch(line)
-    assert found, f"{line!r} {server.stderr.read() if server.stderr and server.poll() is not None else ''}"
-    return found
 
 
 def wait_for(stream: IO[str] | None, word: str) -> None:
