@@ -29,7 +29,8 @@ from jlora.machine import spare_bytes
 
 log = logging.getLogger(__name__)
 
-KEPT_BYTES = 128 << 20  # of memory that the host tier and programs leave to what comes and goes: files being read, texts
+KEPT_BYTES = 128 << 20  # of memory that the host tier leaves to what comes and goes: steps, files being read, texts
+COMPILE_BYTES = 256 << 20  # of memory without which no program is compiled beside the steps
 
 READ_BYTES = 1 << 24  # at once
 MAX_LINKS = 40  # one after the other, as in Linux
@@ -442,6 +443,6 @@ class System:
         return max(0, self.spare() - KEPT_BYTES)
 
     def check_spare(self) -> None:
-        """Raises MemoryError if none may be taken for long."""
-        if not self.beside_kept():
-            raise MemoryError(f"less than {KEPT_BYTES >> 20} MiB of memory are left")
+        """Raises MemoryError if there is too little memory to compile a program."""
+        if self.spare() < COMPILE_BYTES:
+            raise MemoryError(f"less than {COMPILE_BYTES >> 20} MiB of memory are left")

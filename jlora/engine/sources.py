@@ -30,7 +30,7 @@ from jlora.adapters.registry import Record
 from jlora.config import Config
 from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
-from jlora.errors import DataLoss, InvalidArgument, JloraError, ResourceExhausted
+from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
 from jlora.machine import UNLIMITED
 from jlora.model.spec import TARGETS, ModelSpec
@@ -87,13 +87,10 @@ class Reader:
         return size
 
     def check_memory(self, name: str, blocks: int) -> None:
-        """Raises ResourceExhausted if there is too little memory to read an adapter of so many blocks now."""
+        """Raises MemoryError if there is too little to read an adapter of so many blocks now."""
         need, spare = READING * blocks * self.layout.block_bytes, self.spare()
         if need > spare:
-            raise ResourceExhausted(
-                f"adapter {name}: reading it takes up to {need >> 20} MiB of memory, and {spare >> 20} are left; "
-                "try again later"
-            )
+            raise MemoryError(f"{name}: reading it takes up to {need >> 20} MiB, and {spare >> 20} are left")
 
     def stamp(self, path: str) -> Stamp | None:
         """The identities of an adapter's two files; None if one is missing."""

@@ -15,7 +15,7 @@ import pytest
 
 from jlora.adapters.peft import ATTEMPTS, CONFIG, WEIGHTS, read_peft
 from jlora.engine.sources import Reader, read_adapter, scan_adapter
-from jlora.errors import DataLoss, JloraError, NotFound, ResourceExhausted
+from jlora.errors import DataLoss, JloraError, NotFound
 from jlora.layout import PoolLayout
 from jlora.ports import DiskFile, DiskFiles, DiskFolder
 from tests import _make
@@ -45,7 +45,7 @@ def test_what_the_memory_does_not_hold_is_not_read(tmp_path: Path):
     layout = PoolLayout.of(SPEC, 64, 16)
     reader = Reader(SPEC, layout, 64, ("tiny",), DiskFiles(), time.monotonic, spare=lambda: left[0])
     blocks = scan_adapter("a", path, reader).blocks
-    with pytest.raises(ResourceExhausted, match="adapter a: reading it takes up to .* MiB of memory, and 0 are left"):
+    with pytest.raises(MemoryError, match="a: reading it takes up to .* MiB, and 0 are left"):
         read_adapter("a", path, reader)
     left[0] = 10 * blocks * layout.block_bytes
     assert read_adapter("a", path, reader).blocks == blocks

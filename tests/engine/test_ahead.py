@@ -146,7 +146,7 @@ def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
 
 def test_no_program_compiles_where_memory_is_short(served: Served, caplog: pytest.LogCaptureFixture):
     replica, compiler = served
-    left, said = replica.stats().programs_left, "a larger form stands in for it: less than 128 MiB of memory are left"
+    left, said = replica.stats().programs_left, "a larger form stands in for it: less than 256 MiB of memory are left"
     compiler.memory = 1 << 20
     compiler.run(left + 1)
     assert replica.local.warm().result(60) and caplog.text.count(said) == left and "Traceback" not in caplog.text
