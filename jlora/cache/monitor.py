@@ -37,7 +37,7 @@ class Monitor:
         self._adapters: Mapping[int, AdapterNode] = cells.tree.adapters
         self._every = every_s
         self._backs_up = backs_up
-        self._spare = spare
+        self._spare, self._told = spare, False
         self._next = self._look = 0.0
         self._stale: Iterator[Node] = iter(())  # nodes whose keys are to be made again
 
@@ -60,18 +60,22 @@ class Monitor:
             self._back_up()
 
     def _bound_host(self, now: float) -> None:
-        """Blocks whose memory was touched stay. The others are for use as far as the machine has memory for them."""
+        """Blocks whose memory was touched stay. The others are for use as far as the machine has memory for them.
+
+        There is always room for the largest adapter: a request would wait for it without end.
+        """
         host = self._cells.host
-        if self._spare is None or now < self._look or host.total - host.fresh == host.most:
+        touched, before = host.total - host.fresh, host.total
+        if self._spare is None or now < self._look or touched == host.most:
             return
         self._look = now + LOOK_S
-        before = host.total
-        host.bound(self._spare())
+        largest = max((node.size for node in self._adapters.values()), default=0)
+        host.bound(max(self._spare(), largest - touched))
         if host.total > before:
             self._cells.epoch += 1
-        if (host.total < host.most) != (before < host.most):
-            short = "memory is short" if host.total < host.most else "there is memory again"
-            log.warning("%s: the host tier has %d blocks of %d", short, host.total, host.most)
+        if host.total < host.most and not self._told:
+            log.warning("memory is short: the host tier has %d blocks of %d for now", host.total, host.most)
+            self._told = True
 
     def _every_node(self) -> Iterator[Node]:
         """All nodes, lazily, adapters first. A node that comes meanwhile has the right key already."""

@@ -339,6 +339,13 @@ def test_memory_that_comes_back_lets_the_host_tier_grow_again():
     assert manager.host.total == 9 and manager.epoch > epoch and manager.reserve(4) is not None
 
 
+def test_the_host_tier_always_has_room_for_the_largest_adapter():
+    manager = CacheManager(Sizes(16, 10, 4, spare=lambda: 0), Jlora(Meter(1e-3)), clock=lambda: 0.0)
+    manager.expect_adapter(1, 6)
+    manager.tend(0.0, 0)
+    assert manager.host.total == 6 and manager.reserve(6) is not None
+
+
 def test_a_leaked_block_is_caught():
     cache = Cache()
     lease = cache.leased(A)

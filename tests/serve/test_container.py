@@ -89,7 +89,7 @@ def test_a_server_at_its_containers_limit_refuses_and_lives(group: Group, tmp_pa
     with in_group(group, model) as (server, channel):
         expected = rpc.InferenceStub(channel).Generate(request("Hello")).outputs
         assert asyncio.run(crowd(server, adapters[:SOME])) == {CODE.OK: 2 * SOME}
-        wait_until(lambda: not programs_left(channel), 120)
+        wait_until(lambda: not programs_left(channel), 300)
         roomy, needed = host_blocks(channel), group.used_bytes()
     group.bound(int(TIGHT * needed))
     with in_group(group, model) as (server, channel):
