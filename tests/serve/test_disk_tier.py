@@ -269,6 +269,7 @@ def test_files_that_are_gone_are_not_found_by_name(served: Served, library: Path
         ask(served, name)
     assert ask(served, "", prompt=(4, 5))
     shutil.move(library.parent / "away", library / name)
+    port.look(served.replica)  # its watch may have looked meanwhile, and forgotten the adapter
     assert ask(served, name) == expected[name]
 
 
