@@ -22,7 +22,7 @@ from tests.serve._process import process, ready
 from tests.serve._server import request, wait_until, write_text_model
 
 CODE = grpc.StatusCode
-ADAPTERS, SOME = 96, 8
+ADAPTERS, SOME = 64, 8
 RANK, EVERY = 32, tuple(_make.MODULES)  # 4.5 MB each
 WIDE = {"width": 512, "mlp": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "head_dim": 64}
 SETTINGS = ("model.max_model_len=512", "engine.max_seqs=8", "serve.compile_cache=auto")
@@ -81,6 +81,7 @@ def group() -> Iterator[Group]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_server_at_its_containers_limit_refuses_and_lives(group: Group, tmp_path: Path):
     """The limit is 1.2 times what a server takes that has all programs and has served a few adapters."""
     model, loras = tmp_path / "model", tmp_path / "loras"
@@ -136,6 +137,6 @@ async def crowd(server: str, adapters: Sequence[Path]) -> Counter[grpc.StatusCod
         for path in adapters:
             await tell(loads.LoadAdapter(pb.LoadAdapterRequest(name=path.name, path=str(path))))
         loaded = (await loads.ListAdapters(pb.ListAdaptersRequest())).adapters
-        asked = [request([5 + i] * 300, 32, model=adapter.name) for i, adapter in enumerate(loaded)]
+        asked = [request([5 + i] * 300, 8, model=adapter.name) for i, adapter in enumerate(loaded)]
         await asyncio.gather(*(tell(inference.Generate(one)) for one in asked))
     return told
