@@ -394,6 +394,8 @@ def _head_of(chunk: link.Chunk, key: str, digest: str, reader: Reader) -> Head:
         raise DataLoss(f"it has sent adapter {head.key[:64]!r} with digest {head.digest[:12]}…")
     if head.fits != reader.fits:
         raise DataLoss("its pool has another model, dtype, block size or tensor parallelism")
+    if unknown := set(head.projections) - reader.layout.units.keys():
+        raise DataLoss(f"it has sent blocks of {min(unknown)[:64]!r}, which is no projection")
     if head.bytes != len(head.projections) * reader.layout.block_bytes:
         raise DataLoss(f"{head.bytes} bytes for {len(head.projections)} blocks")
     return head
