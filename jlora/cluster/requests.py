@@ -105,10 +105,15 @@ class Routed:
         return self.losses >= MOST_LOSSES
 
     def made_of(self, digest: str) -> bool:
-        """Whether an attempt has the weights of those before. If nobody knew their digest, it is this one."""
-        if self.version is not None and not self.version.digest:
+        """Whether an attempt has the weights of those before. If nobody knew their digest, it is this one.
+
+        Raises Broken if it has an adapter's weights, and the request asks for none.
+        """
+        if self.version is None:
+            raise Broken("an adapter's weights for a request without one")
+        if not self.version.digest:
             self.version = replace(self.version, digest=digest)
-        return self.version is not None and self.version.digest == digest
+        return self.version.digest == digest
 
     @property
     def movable(self) -> bool:
