@@ -105,6 +105,7 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
 
     Raises:
         JloraError: the name is not one for an adapter, or see `read_peft` and `pack`.
+        MemoryError: too little memory is left, see `Reader.check_memory`.
     """
     reader.check(name)
     began = reader.clock()
