@@ -15,20 +15,21 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model import hub, orbax
-from jlora.model.config_json import CONFIG, context, read_json, spec_from_json
+from jlora.model.config_json import CONFIG, context, read_json, spec_from_json, with_tokenizers_end
 from jlora.model.hf_names import Slot, tensor_slots
 from jlora.model.llama import Params, abstract
 from jlora.model.place import Listed, Stacked
@@ -38,6 +39,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Of a file's fingerprint, from its begin to its end.
 SAMPLES, SAMPLE_BYTES = 9, 4096
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 1024
 
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -60,7 +64,8 @@ def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0
         return spec_from_json(directory, _model_name(directory), dtype, max_model_len)
     spec = orbax.read_spec(directory)
     length = context(spec.max_len, max_model_len)
-    return replace(spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=length)
+    spec = replace(spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=length)
+    return with_tokenizers_end(spec, directory)  # it may have been converted by an older version
 
 
 def fingerprint(directory: Path) -> str:
@@ -115,14 +120,15 @@ def load_params(
     return into.params
 
 
-def convert(source: str | Path, target: str | Path, progress: bool = True) -> Path:
+def convert(source: str | Path, target: str | Path, progress: bool = True, max_model_len: int = 0) -> Path:
     """Writes the model `source` (directory or hub id) as an Orbax directory, which loads sharded and faster.
 
-    Holds the whole model in host memory. Raises AlreadyExists if `target` is not empty, else as `load_params`.
+    Holds the whole model in host memory. The result serves contexts up to `max_model_len` tokens, 0 for the model's
+    own. Raises AlreadyExists if `target` is not empty, else as `load_params`.
     """
     source = hub.resolve(source)
     orbax.check_target(Path(target))
-    spec = read_spec(source)
+    spec = read_spec(source, max_model_len=max_model_len)
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # this process has no CPU backend
@@ -149,15 +155,31 @@ class _Tensor(NamedTuple):
     handle: Any
 
     def read(self) -> Any:
-        try:
+        with self._named():
             return self.handle.get_tensor(self.name)
+
+    def read_rows(self, begin: int, end: int) -> np.ndarray:
+        with self._named():
+            return np.ascontiguousarray(self.handle.get_slice(self.name)[begin : min(end, self.slot.shape[0])])
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
         except (SafetensorError, OSError) as e:
             raise DataLoss(f"{self.file}: tensor {self.name!r} cannot be read ({e})") from e
 
 
+class _Opened(NamedTuple):
+    tensors: list[_Tensor]
+    tied_head: _Tensor | None  # a second copy of the embedding, which is compared with it
+
+
 def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool) -> None:
     with ExitStack() as files:
-        tensors = _open(directory, spec, files)
+        tensors, tied_head = _open(directory, spec, files)
+        if tied_head is not None:
+            _check_tied(tied_head, next(tensor for tensor in tensors if tensor.slot == tied_head.slot))
         total = sum(tensor.nbytes for tensor in tensors)
         with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
             for tensor in tensors:
@@ -165,8 +187,10 @@ def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool)
                 bar.update(tensor.nbytes)
 
 
-def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
+def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> _Opened:
     slots = tensor_slots(spec)
+    if spec.tied:
+        slots = {**slots, HEAD: slots[EMBEDDING]}
     found: dict[str, _Tensor] = {}
     for file in _weight_files(directory):
         try:
@@ -178,14 +202,25 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
         for name in handle.offset_keys():
             if name in found:
                 raise InvalidArgument(f"{file}: tensor {name!r} is also in {found[name].file}")
-            # Not read: a constant of old checkpoints, and a second copy of a tied head.
-            if not _ROTARY.fullmatch(name) and not (spec.tied and name == "lm_head.weight"):
+            if not _ROTARY.fullmatch(name):  # a constant of old checkpoints
                 found[name] = _checked(name, slots, file, handle)
-    missing = [name for name in slots if name not in found]
+    tied_head = found.pop(HEAD, None) if spec.tied else None
+    missing = [name for name in slots if name not in found and not (spec.tied and name == HEAD)]
     if missing:
         raise InvalidArgument(f"model directory {directory.name!r}: tensor {missing[0]!r} is missing from the weights")
     # The head and the embedding first: a weight is on its device twice while it is placed, and these are large.
-    return sorted(found.values(), key=lambda tensor: tensor.slot.layer is not None)
+    return _Opened(sorted(found.values(), key=lambda tensor: tensor.slot.layer is not None), tied_head)
+
+
+def _check_tied(head: _Tensor, embedding: _Tensor) -> None:
+    """Raises InvalidArgument if a head of its own would be lost: transformers 5 keeps it, and 4 drops it."""
+    for i in range(0, head.slot.shape[0], COMPARED_ROWS):
+        one, other = (tensor.read_rows(i, i + COMPARED_ROWS) for tensor in (head, embedding))
+        if one.dtype != other.dtype or one.tobytes() != other.tobytes():
+            raise InvalidArgument(
+                f"{head.file}: {HEAD} differs from {EMBEDDING}, and {CONFIG} has tie_word_embeddings = true: "
+                f"set it to false, or remove {HEAD}"
+            )
 
 
 def _weight_files(directory: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from jlora.errors import DataLoss, InvalidArgument, NotFound
 from jlora.model.fields import AboveZero, Fields, Flag, Positive, parse
 from jlora.model.spec import ModelSpec, RopeScaling
+from jlora.model.token_names import end_token
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+
+_MISTRAL_WINDOW = 4096  # tokens
 
 # float16 is served as bfloat16, which has the same size and does not overflow in the activations.
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -71,7 +74,7 @@ def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_le
         name=name,
     )
     _check_window(config, spec)
-    return _with_end_tokens(spec, config, directory)
+    return with_tokenizers_end(_with_end_tokens(spec, config, directory), directory)
 
 
 def context(longest: int, wanted: int) -> int:
@@ -151,8 +154,9 @@ def _dtype(config: Fields, wanted: str) -> str:
 
 
 def _check_window(config: Fields, spec: ModelSpec) -> None:
-    window = config.tree.get("sliding_window")
-    if window is not None and config.read("sliding_window", Positive) < spec.max_len:
+    # Null is no window. Without the key, transformers takes Mistral's default.
+    window = config.tree.get("sliding_window", _MISTRAL_WINDOW if config.tree["model_type"] == "mistral" else None)
+    if window is not None and config.convert("sliding_window", window, Positive) < spec.max_len:
         raise config.bad(
             "sliding_window",
             window,
@@ -170,3 +174,15 @@ def _with_end_tokens(spec: ModelSpec, config: Fields, directory: Path) -> ModelS
 
     bos = first("bos_token_id")
     return dataclasses.replace(spec, eos_ids=first("eos_token_id"), bos_id=bos[0] if bos else None)
+
+
+def with_tokenizers_end(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The spec with the tokenizer's `eos_token` among those that end an answer, as in vLLM.
+
+    A fine-tune's tokenizer often names the end of its turns where `generation_config.json` is still the base's.
+    """
+    end = end_token(directory)
+    if end is None or end >= spec.vocab or end in spec.eos_ids:
+        return spec
+    logger.info("the tokenizer's end token %d ends answers, beside %s", end, list(spec.eos_ids))
+    return dataclasses.replace(spec, eos_ids=(*spec.eos_ids, end))

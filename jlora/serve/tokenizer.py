@@ -16,18 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
+from jlora.model import token_names
+from jlora.model.token_names import Added
 from jlora.serve.template import Template
 from jlora.serve.token_chars import chars_per_token
 
 LONG = 256  # ids
-
-# The special tokens that transformers passes to templates.
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
@@ -40,7 +38,7 @@ class Tokenizer:
         core.no_truncation()
         core.no_padding()
         self._core = core
-        self._specials = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n))) is not None}
+        self._specials = token_names.specials(config)
         self._set_post_processor(config)
         self._special_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
         self._byte_level, self._byte_fallback = _byte_scheme(core)
@@ -51,17 +49,15 @@ class Tokenizer:
     def from_dir(cls, path: str | Path) -> Tokenizer | None:
         """Reads a model directory; None if it has no `tokenizer.json`. Raises DataLoss for a damaged file."""
         directory = Path(path)
-        file = directory / "tokenizer.json"
+        file = directory / token_names.CORE
         if not file.is_file():
             return None
         try:
             core = tokenizers.Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises plain Exception
             raise DataLoss(f"tokenizer.json: cannot be read: {e}") from e
-        config = {
-            **_read_json(directory / "special_tokens_map.json"),
-            **_read_json(directory / "tokenizer_config.json"),
-        }
+        config = token_names.config(directory)
+        _add_tokens(core, token_names.added(directory, config), frozenset(token_names.specials(config).values()))
         return cls(core, config, _find_template(directory, config))
 
     @property
@@ -179,17 +175,31 @@ def _read(file: Path) -> str | None:
         raise DataLoss(f"{file.name}: cannot be read: {e}") from e
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(_read(file) or "{}", type=dict[str, Any])
-    except msgspec.DecodeError as e:
-        raise DataLoss(f"{file.name}: cannot be read: {e}") from e
+def _add_tokens(core: tokenizers.Tokenizer, added: Sequence[Added], specials: frozenset[str]) -> None:
+    """Adds what `tokenizer.json` lacks, and makes special what the configuration names so, as transformers does.
+
+    Raises FailedPrecondition if a token would get another id than the one that the model was trained with.
+    """
+    known = {token.content: token for token in core.get_added_tokens_decoder().values()}
+    for token in added:
+        before = core.token_to_id(token.content)
+        _add(core, known, token, special=token.special or token.content in specials)
+        if before is None and (found := core.token_to_id(token.content)) != token.id:
+            raise FailedPrecondition(
+                f"added token {token.content!r}: its id is {token.id} by the tokenizer's configuration, and would be "
+                f"{found} behind those of {token_names.CORE}; save the tokenizer again"
+            )
+    for content in sorted(specials - {token.content for token in added}):
+        if core.token_to_id(content) is not None:  # otherwise a name that no model was trained with
+            _add(core, known, known.get(content) or Added(content, normalized=False), special=True)
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+def _add(core: tokenizers.Tokenizer, known: Mapping[str, tokenizers.AddedToken], token: Any, special: bool) -> None:
+    """Adds a token, or gives one that is there these flags. `token` is an `Added`, or of the library."""
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+    wanted = tokenizers.AddedToken(token.content, special=special, **flags)
+    if known.get(token.content) != wanted:  # each one makes the library build its search anew
+        (core.add_special_tokens if special else core.add_tokens)([wanted])
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from jlora.model.hub import resolve
 from jlora.model.place import Listed
 from jlora.model.spec import ModelSpec
 from tests import _make, port
+from tests.adapters._closed import Closed
 
 WEIGHTS, INDEX = checkpoint.SINGLE, checkpoint.INDEX
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -122,9 +124,18 @@ def test_known_leftovers_are_ignored(tmp_path: Path):
     extra = {
         "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
         "model.rotary_emb.inv_freq": np.ones(4, np.float32),
-        "lm_head.weight": np.ones((spec.vocab, spec.width), np.float32),
+        "lm_head.weight": _make.model_tensors(spec)["model.embed_tokens.weight"],
     }
     assert_same(load(edit(tmp_path / "m", lambda tensors: tensors.update(extra))), expected(spec))
+
+
+def test_a_head_of_its_own_is_not_lost_where_the_configuration_ties_it(tmp_path: Path):
+    spec = _make.make_model(tmp_path / "m", tied=True)
+    head = _make.model_tensors(spec)["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    edit(tmp_path / "m", lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(InvalidArgument, match="lm_head.weight differs.*tie_word_embeddings"):
+        load(tmp_path / "m")
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -285,6 +296,13 @@ def test_a_converted_model_keeps_its_tokenizer_and_its_limits(converted: Path):
         read_spec(converted, max_model_len=500)
 
 
+def test_a_model_is_converted_for_a_shorter_context(tiny_model: Path, tmp_path: Path):
+    directory = convert(tiny_model, tmp_path / "short", progress=False, max_model_len=64)
+    assert read_spec(directory).max_len == 64
+    with pytest.raises(InvalidArgument, match=r"model\.max_model_len = 65: must be at most the model's own 64"):
+        read_spec(directory, max_model_len=65)
+
+
 def test_convert_never_writes_over_what_is_there(tiny_model: Path, tmp_path: Path, converted: Path):
     for target in (converted, converted / "tokenizer.json"):
         with pytest.raises(AlreadyExists, match=target.name):
@@ -360,6 +378,24 @@ def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "model.path = 'org/absent': is not a directory, and the hub download failed: Cannot reach the hub"
     )
+
+
+def test_an_error_of_the_hubs_http_library_is_one_clear_line_too(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    def proxied(repo_id: str, **patterns: Any) -> str:
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", proxied)
+    with pytest.raises(NotFound, match="model.path = 'org/absent': .*the hub download failed: Using SOCKS proxy"):
+        resolve("org/absent")
+
+
+def test_a_directory_that_may_not_be_entered_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "stat", closed := Closed("/root/model"))
+    with pytest.raises(NotFound, match="model.path = '/root/model'"):
+        resolve("/root/model")
+    assert closed.asked
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./absent", "../absent", "a/b/c", "", "org/na me", "~nobody-here/x"])

@@ -105,6 +105,63 @@ def test_mistral_is_served_unless_its_window_is_shorter_than_the_context(model: 
         read_spec(change(model, num_key_value_heads=..., sliding_window=None))
 
 
+def test_a_mistral_that_says_nothing_of_its_window_has_transformers_default(model: Path):
+    change(model, model_type="mistral", architectures=["MistralForCausalLM"], max_position_embeddings=8192)
+    with pytest.raises(InvalidArgument, match="sliding_window = 4096.*context of 8192"):
+        read_spec(model)
+    assert read_spec(model, max_model_len=4096).max_len == 4096
+    assert read_spec(change(model, sliding_window=None)).max_len == 8192
+
+
+def _tokenizer(directory: Path, config: Any, **core: Any) -> None:
+    _make.write_json(directory / "tokenizer_config.json", config)
+    _make.write_json(directory / "tokenizer.json", core)
+
+
+CHATML = {"id": 7, "content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "core"),
+    [
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": [CHATML]}),
+        ({"eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}}, {"added_tokens": [CHATML]}),
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}, {}),
+        ({"eos_token": "<|im_end|>"}, {"model": {"type": "BPE", "vocab": {"a": 0, "<|im_end|>": 7}}}),
+    ],
+)
+def test_the_tokenizers_end_token_ends_answers_too(model: Path, config: Any, core: Any, caplog):
+    _make.write_json(model / "generation_config.json", {"eos_token_id": 2})  # the base's
+    _tokenizer(model, config, **core)
+    with caplog.at_level(logging.INFO, logger="jlora"):
+        assert read_spec(model).eos_ids == (2, 7)
+    assert "end token 7" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "core"),
+    [
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": [{**CHATML, "id": 2}]}),  # the same
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": [{**CHATML, "id": 100_000}]}),  # beyond the vocabulary
+        ({"eos_token": "<|im_end|>"}, {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}),
+        ({"eos_token": None}, {"added_tokens": [CHATML]}),
+        ({}, {}),
+    ],
+)
+def test_a_tokenizer_may_have_no_other_end_token(model: Path, config: Any, core: Any):
+    _make.write_json(model / "generation_config.json", {"eos_token_id": 2})
+    _tokenizer(model, config, **core)
+    assert read_spec(model).eos_ids == (2,)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_damaged_tokenizer_is_named(model: Path, file: str):
+    _tokenizer(model, {"eos_token": "<|im_end|>"})
+    (model / file).write_text("{")
+    with pytest.raises(DataLoss, match=file):
+        read_spec(model)
+
+
 def test_a_hub_snapshot_is_named_by_its_id(tmp_path: Path):
     assert read_spec(write(tmp_path / "models--org--tiny-llama" / "snapshots" / "0123abcd")).name == "org/tiny-llama"
     assert read_spec(write(tmp_path / "snapshots" / "mine")).name == "mine"

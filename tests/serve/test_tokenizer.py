@@ -213,3 +213,53 @@ def test_ids_and_chats_equal_those_of_transformers(tmp_path: Path):
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
     chat = theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert ours.chat(MESSAGES) == list(chat)
+
+
+def _added(content: str, **flags: object) -> dict[str, object]:
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {"content": content, **plain, **flags}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"400": _added("<|end|>")}, "eos_token": "<|end|>"},
+        {"added_tokens_decoder": {"401": _added("<|b|>", special=False), "400": _added("<|end|>", lstrip=True)}},
+        {"added_tokens_decoder": {"4": _added("<|assistant|>", rstrip=True)}},  # other flags than tokenizer.json's
+        {"eos_token": "er"},  # a token of the vocabulary
+    ],
+)
+def test_added_tokens_are_those_of_transformers(tmp_path: Path, config: dict[str, object]):
+    transformers = pytest.importorskip("transformers")
+    core = _tokenizers.byte_level()
+    directory = _tokenizers.write(tmp_path, core, tokenizer_class="PreTrainedTokenizerFast", **config)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(directory), Tokenizer.from_dir(directory)
+    assert ours is not None
+    for text in ("a<|end|>", "a <|end|> b", "<|b|><|end|>x", "<|assistant|>  a", "over ether", "</s>"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path):
+    core = _tokenizers.byte_level()
+    size = core.get_vocab_size()
+    tokenizer = load(tmp_path / "a", core, added_tokens_decoder={str(size): _added("<|end|>")})
+    assert tokenizer.encode("<|end|>", special=False) == [size]
+    assert tokenizer.is_silent(size) and tokenizer.decode([size]) == ""
+    with pytest.raises(FailedPrecondition, match=f"'<|end|>'.* {size + 1} .*{size}"):
+        load(tmp_path / "b", core, added_tokens_decoder={str(size + 1): _added("<|end|>")})
+    _tokenizers.write(tmp_path / "c", core)
+    (tmp_path / "c" / "added_tokens.json").write_text(json.dumps({"<|b|>": size + 1, "<|a|>": size}))
+    older = Tokenizer.from_dir(tmp_path / "c")
+    assert older is not None and older.encode("<|a|><|b|>", special=False) == [size, size + 1]
+    with pytest.raises(DataLoss, match="tokenizer_config.json: its added tokens"):
+        load(tmp_path / "d", core, added_tokens_decoder={"x": 3})
+
+
+def test_a_token_that_the_configuration_names_as_special_is_silent(tmp_path: Path):
+    core = _tokenizers.byte_level()
+    core.add_tokens(["<|end|>"])
+    end = core.token_to_id("<|end|>")
+    assert load(tmp_path / "a", core).decode([end]) == "<|end|>"
+    assert load(tmp_path / "b", core, eos_token="<|end|>").decode([end]) == ""
