@@ -25,12 +25,9 @@ from typing import Protocol
 import numpy as np
 
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
-from jlora.machine import spare_bytes
+from jlora.memory import Memory
 
 log = logging.getLogger(__name__)
-
-KEPT_BYTES = 128 << 20  # of memory that the host tier leaves to what comes and goes: steps, files being read, texts
-COMPILE_BYTES = 256 << 20  # of memory without which no program is compiled beside the steps
 
 READ_BYTES = 1 << 24  # at once
 MAX_LINKS = 40  # one after the other, as in Linux
@@ -427,7 +424,6 @@ class System:
     Attributes:
         wall: seconds since 1970, for what outlives the process.
         random: draws the seeds of requests that name none; None makes one from `model.seed`.
-        spare: bytes that machine and container can still give.
     """
 
     clock: Clock = time.monotonic
@@ -436,13 +432,4 @@ class System:
     threads: Threads = field(default_factory=OsThreads)
     random: random.Random | None = None
     garbage: Garbage = field(default_factory=PythonGarbage)
-    spare: Callable[[], int] = spare_bytes
-
-    def beside_kept(self) -> int:
-        """Bytes of memory that may be taken for long."""
-        return max(0, self.spare() - KEPT_BYTES)
-
-    def check_spare(self) -> None:
-        """Raises MemoryError if there is too little memory to compile a program."""
-        if self.spare() < COMPILE_BYTES:
-            raise MemoryError(f"less than {COMPILE_BYTES >> 20} MiB of memory are left")
+    memory: Memory = field(default_factory=Memory)

@@ -27,6 +27,7 @@ SHARED = {
     "layout",
     "model.spec",
     "machine",
+    "memory",
     "ports",
     "replica",
     "step_model",
@@ -61,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "serve": {"engine", "model", "adapters", "cache"},
     "cluster": {"serve", "engine", "adapters", "model.config_json", "model.hub"},
-    "loadgen": {"sim", "serve.flags", "serve.proto", "model.hf_names"},
+    "loadgen": {"sim", "serve.client", "serve.flags", "serve.proto", "model.hf_names"},
     "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim", "cluster.demand"},
     "demo": {"serve", "loadgen.server"},
 }

@@ -95,9 +95,14 @@ class CacheManager:
         return self._cells.host.total - sum(node.size for node in stays)
 
     @property
+    def host_most(self) -> int:
+        """Blocks of the host tier; it may have fewer now, where memory is short."""
+        return self._cells.host.most
+
+    @property
     def host_beside_pins(self) -> int:
-        """The same if all files were there: only pinned adapters keep their blocks."""
-        return self._cells.host.total - sum(node.size for node in self._pinned if node.on_host)
+        """Of these, what an adapter could get if all files were there: only pinned adapters keep their blocks."""
+        return self.host_most - sum(node.size for node in self._pinned if node.on_host)
 
     @property
     def epoch(self) -> int:

@@ -41,11 +41,12 @@ from jlora.engine.records import NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.share import adapter_share
-from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory
+from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory, steps_bytes
 from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
 from jlora.errors import ConfigError, DataLoss, JloraError, ResourceExhausted
 from jlora.layout import PoolLayout
+from jlora.memory import KEPT_BYTES
 from jlora.model import checkpoint, hub, sharding
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec, sites_of
@@ -115,7 +116,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     runner, pool = prepared.complete(read(progress), system.clock)
     phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
-    manager = make_manager(config, layout, host_blocks, spec.max_len, system)
+    manager = make_manager(config, layout, host_blocks, spec, system)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
     failed.callback(swapper.close)
@@ -155,7 +156,7 @@ def _reader(
 ) -> Reader:
     """Reads the adapters that this engine serves."""
     rank, targets = adapters.max_rank, adapters.target_modules
-    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets, system.spare)
+    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets, system.memory)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:
@@ -188,15 +189,17 @@ def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, 
     return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
 
 
-def make_manager(config: Config, layout: PoolLayout, host_blocks: int, max_len: int, system: System) -> CacheManager:
-    """The cache that `config.cache` asks for. `max_len`: tokens of the longest context."""
+def make_manager(config: Config, layout: PoolLayout, host_blocks: int, spec: ModelSpec, system: System) -> CacheManager:
+    """The cache that `config.cache` asks for. Its host tier leaves memory to steps, where they are computed there."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
 
-    def spare() -> int:
-        return system.beside_kept() // layout.block_bytes
+    kept = max(KEPT_BYTES, steps_bytes(config, spec) if jax.default_backend() == "cpu" else 0)
 
-    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len), spare)
+    def spare() -> int:
+        return system.memory.beside(kept) // layout.block_bytes
+
+    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(spec.max_len), spare)
     return CacheManager(sizes, policy, system.clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)
 
 
@@ -305,7 +308,7 @@ def _read_in(
     """Reads adapters into the host tier: several at a time, and put there in their order.
 
     One that has changed since an earlier process read it stays on the disk, and so does one that cannot be read and
-    is not required: only its own requests fail.
+    is not required: only its own requests fail. So does one for which memory is short: a request reads it later.
     """
     required = sources.required(config, reader)
     most = max(config.adapters.readers, min(machine.threads(), START_READERS))
@@ -317,6 +320,9 @@ def _read_in(
                 if item.name in required:
                     raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
                 log.error("adapter %s stays on the disk: %s", item.name, e)
+                continue
+            except MemoryError as e:
+                log.warning("adapter %s stays on the disk until a request needs it: %s", item.name, e)
                 continue
             try:
                 sources.check_version(item, new.digest, new.header)

@@ -162,9 +162,9 @@ class Adapters:
     def _check_fits(self, name: str, size: int) -> None:
         manager = self._manager
         check_size(name, size, manager.adapter_limit, manager.total, manager.share_hint)
-        if size > manager.host.total:
+        if size > manager.host_most:
             raise ResourceExhausted(
-                f"adapter {name!r} needs {size} blocks, and the host tier has {manager.host.total}; "
+                f"adapter {name!r} needs {size} blocks, and the host tier has {manager.host_most}; "
                 "raise cache.host_blocks"
             )
 
@@ -338,7 +338,7 @@ class Adapters:
         if record.node.gone and size > room:
             raise ResourceExhausted(
                 f"adapter {record.name!r} is on the disk and needs {size} blocks of the host tier, and pinned adapters "
-                f"leave {room} of its {self._manager.host.total}; unpin some, or raise cache.host_blocks"
+                f"leave {room} of its {self._manager.host_most}; unpin some, or raise cache.host_blocks"
             )
 
     def keep(self, name: str, lost: bool) -> AdapterInfo:

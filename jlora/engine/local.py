@@ -107,7 +107,7 @@ class LocalReplica(Replica):
         """Runs on the compiler's thread, beside the steps."""
         runner, take = self._built.runner, self._built.runner.drop
         try:
-            self._system.check_spare()
+            self._system.memory.check_compile()
             runner.compile(left)
             take = runner.admit
         except BaseException as e:  # also SystemExit: the form would be left for ever

@@ -22,8 +22,8 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
 
     On an accelerator, what `cache.hbm_fraction` leaves of the memory beside the weights is for the steps: XLA's
     temporaries (a prompt's hidden states and logits), the slots' state, copies on their way and pieces being merged.
-    That is 8.7 GiB of an H100 with Llama 3 8B, and never less than `_steps`. CUDA's context and loaded programs, and
-    NCCL's buffers, have what jax leaves (`machine.gpu_share`), 6.3 GiB there.
+    That is 8.7 GiB of an H100 with Llama 3 8B, and never less than `steps_bytes`. CUDA's context and loaded programs,
+    and NCCL's buffers, have what jax leaves (`machine.gpu_share`), 6.3 GiB there.
 
     Args:
         free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
@@ -36,7 +36,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     per_block = one.block_bytes // (1 if on_cpu else tp)
     weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
     room = free_bytes - weights
-    steps = 0 if on_cpu else _steps(config, spec)
+    steps = 0 if on_cpu else steps_bytes(config, spec)
     share = room if on_cpu else min(int(room * cache.hbm_fraction), room - steps)
     if cache.hbm_blocks:
         blocks = cache.hbm_blocks
@@ -75,7 +75,7 @@ def _one_block(config: Config, spec: ModelSpec) -> PoolLayout:
     return next((one for one in found if not lora_refusals(one)), found[0])
 
 
-def _steps(config: Config, spec: ModelSpec) -> int:
+def steps_bytes(config: Config, spec: ModelSpec) -> int:
     """Bytes that steps need on an accelerator beside weights and pool.
 
     Of each slot and token of the vocabulary, 4 bytes at a time: 2 of the slots' state and 9.1 of the sampler's

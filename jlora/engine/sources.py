@@ -14,9 +14,10 @@ import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -32,7 +33,7 @@ from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
-from jlora.machine import UNLIMITED
+from jlora.memory import Memory, unlimited
 from jlora.model.spec import TARGETS, ModelSpec
 from jlora.ports import Clock, Files, Stamp
 
@@ -48,7 +49,7 @@ class Reader:
     Attributes:
         base_names: what an adapter may call this base.
         targets: `adapters.target_modules`.
-        spare: bytes of memory that are left.
+        memory: what reading takes is promised there.
     """
 
     spec: ModelSpec
@@ -58,7 +59,7 @@ class Reader:
     files: Files
     clock: Clock
     targets: str = "all"
-    spare: Callable[[], int] = lambda: UNLIMITED
+    memory: Memory = field(default_factory=unlimited)
 
     @property
     def fits(self) -> str:
@@ -86,12 +87,6 @@ class Reader:
         check_size(name, size, self.layout.blocks - 2, self.layout.blocks - 1)
         return size
 
-    def check_memory(self, name: str, blocks: int) -> None:
-        """Raises MemoryError if there is too little to read an adapter of so many blocks now."""
-        need, spare = READING * blocks * self.layout.block_bytes, self.spare()
-        if need > spare:
-            raise MemoryError(f"{name}: reading it takes up to {need >> 20} MiB, and {spare >> 20} are left")
-
     def stamp(self, path: str) -> Stamp | None:
         """The identities of an adapter's two files; None if one is missing."""
         try:
@@ -105,16 +100,19 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
 
     Raises:
         JloraError: the name is not one for an adapter, or see `read_peft` and `pack`.
-        MemoryError: too little memory is left, see `Reader.check_memory`.
+        MemoryError: too little memory is left, also once other reads have ended.
     """
     reader.check(name)
     began = reader.clock()
+    with ExitStack() as held:
 
-    def check(ranks: Iterable[tuple[str, int]]) -> None:
-        reader.check_memory(name, reader.check_ranks(name, ranks))
+        def check(ranks: Iterable[tuple[str, int]]) -> None:
+            need = READING * reader.check_ranks(name, ranks) * reader.layout.block_bytes
+            held.close()  # the files have changed, and are read again
+            held.enter_context(reader.memory.promised(need, f"{name}: reading it"))
 
-    adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
-    packed = pack(adapter, reader.layout)
+        adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
+        packed = pack(adapter, reader.layout)
     return NewAdapter(
         name=name,
         digest=adapter.digest,

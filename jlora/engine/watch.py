@@ -26,7 +26,7 @@ from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
-from jlora.errors import Busy, InvalidArgument, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import InvalidArgument, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import Stamp, System
 from jlora.types import AdapterInfo
 
@@ -53,6 +53,7 @@ class Watch:
         self._ended = system.threads.event()
         self._known = {record.path for record in self._adapters.records()}
         self._refused: dict[str, Stamp] = {}  # directories that are no adapters as they are, or were unloaded
+        self._told: dict[str, Stamp] = {}  # those that the log has named
         # uid of an adapter in memory -> the files at its path, which are not its own (None: there are none)
         self._others: dict[int, Stamp | None] = {}
         self._read_s = 0.0  # that this round has read for
@@ -95,6 +96,7 @@ class Watch:
         if len(self._refused) > MOST_REFUSED:
             there = {path for _, path in found}
             self._refused = {path: stamp for path, stamp in self._refused.items() if path in there}
+            self._told = {path: stamp for path, stamp in self._told.items() if path in there}
         for name, path in found:
             if path not in self._known and name not in names:
                 self._register(name, path)
@@ -183,8 +185,10 @@ class Watch:
                 self._pin(name)
 
     def _leave_out(self, name: str, path: str, stamp: Stamp, error: JloraError) -> None:
-        log.warning("adapter %r is left out as it is: %s", name, error)
-        if not isinstance(error, Busy):
+        if self._told.get(path) != stamp:
+            log.warning("adapter %r is left out as it is: %s", name, error)
+        self._told[path] = stamp
+        if not isinstance(error, ResourceExhausted):  # room may come: the next round tries again
             self._refused[path] = stamp
 
     def _pin(self, name: str) -> None:

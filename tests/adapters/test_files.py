@@ -17,6 +17,7 @@ from jlora.adapters.peft import ATTEMPTS, CONFIG, WEIGHTS, read_peft
 from jlora.engine.sources import Reader, read_adapter, scan_adapter
 from jlora.errors import DataLoss, JloraError, NotFound
 from jlora.layout import PoolLayout
+from jlora.memory import Memory
 from jlora.ports import DiskFile, DiskFiles, DiskFolder
 from tests import _make
 from tests.adapters._peft import SPEC, read
@@ -43,7 +44,7 @@ def test_what_the_memory_does_not_hold_is_not_read(tmp_path: Path):
     """It is scanned all the same, and is read once there is memory."""
     path, left = str(_make.make_adapter(tmp_path / "a", SPEC, r=8)), [0]
     layout = PoolLayout.of(SPEC, 64, 16)
-    reader = Reader(SPEC, layout, 64, ("tiny",), DiskFiles(), time.monotonic, spare=lambda: left[0])
+    reader = Reader(SPEC, layout, 64, ("tiny",), DiskFiles(), time.monotonic, memory=Memory(lambda: left[0]))
     blocks = scan_adapter("a", path, reader).blocks
     with pytest.raises(MemoryError, match="a: reading it takes up to .* MiB, and 0 are left"):
         read_adapter("a", path, reader)

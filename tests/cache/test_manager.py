@@ -346,6 +346,16 @@ def test_the_host_tier_always_has_room_for_the_largest_adapter():
     assert manager.host.total == 6 and manager.reserve(6) is not None
 
 
+def test_an_adapter_on_the_disk_counts_with_the_tier_that_there_will_be():
+    """Until a request brings it, no look makes room for it: a refusal would last for ever."""
+    manager = CacheManager(Sizes(100, 100, 4, spare=lambda: 0), Jlora(Meter(1e-3)), clock=lambda: 0.0)
+    manager.tend(0.0, 0)
+    assert manager.host.total == 0 and manager.host_beside_pins == 100
+    manager.expect_adapter(1, 12)
+    manager.tend(2.0, 0)
+    assert manager.host.total == 12 and manager.reserve(12) is not None
+
+
 def test_a_leaked_block_is_caught():
     cache = Cache()
     lease = cache.leased(A)

@@ -17,6 +17,7 @@ from jlora.engine.batch import Form, Launch
 from jlora.engine.compiles import COMPILES
 from jlora.engine.plan import StepPlan
 from jlora.layout import PoolLayout
+from jlora.memory import Memory
 from jlora.model.spec import ModelSpec
 from jlora.ports import OsThreads, PythonGarbage, System
 from jlora.types import Request, SamplingParams
@@ -74,7 +75,7 @@ def served(request: pytest.FixtureRequest, own_programs, tiny_model: Path, tiny_
     threads = HeldThreads()
     sizes = {"engine.max_step_tokens": 64, "model.tp": getattr(request, "param", 1)}
     settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
-    system = System(threads=threads, garbage=Counted(), spare=lambda: threads.compiler.memory)
+    system = System(threads=threads, garbage=Counted(), memory=Memory(lambda: threads.compiler.memory))
     replica = Running(config.load(None, settings), system, warm=False)
     yield replica, threads.compiler
     replica.check_integrity()

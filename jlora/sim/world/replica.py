@@ -35,7 +35,7 @@ from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
 from jlora.errors import Unavailable
 from jlora.layout import PoolLayout
-from jlora.machine import UNLIMITED
+from jlora.memory import unlimited
 from jlora.ports import System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.sim.clock import VirtualClock
@@ -134,7 +134,7 @@ class World:
         config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
         layout = PoolLayout.of(SPEC, 1 + draw.choice((20, 28, 40)), BLOCK_TOKENS)
         seeds = random.Random(f"{seed} seeds")
-        system = System(self.tasks.reading, self._now, self.disk, self.tasks, seeds, spare=lambda: UNLIMITED)
+        system = System(self.tasks.reading, self._now, self.disk, self.tasks, seeds, memory=unlimited())
         self.memory = DeviceMemory(layout, draw.choice((1, 2)), self.sites, self.tasks, self.struck)
         self.host = HostMemory(self.sites, self.tasks)
         self.weights = Weights(self.sites, self.tasks)
