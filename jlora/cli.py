@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cluster": ("serve from many replicas behind one router", "jlora.cluster.cli:main"),
     "generate": ("one text from a running server, streamed", "jlora.serve.console:generate"),
     "chat": ("talk to a running server", "jlora.serve.console:chat"),
+    "health": ("whether a server is ready, as an exit code", "jlora.serve.console:health"),
     "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
     "keys": ("make API keys for a server", "jlora.serve.access.cli:main"),
     "convert": ("write a model in the form that loads fastest", "jlora.cli:convert"),
@@ -92,11 +93,12 @@ def convert(argv: Sequence[str]) -> int:
     parser = Parser("jlora convert", "Writes a Hugging Face model as Orbax, which loads sharded and faster.")
     parser.add_argument("source", metavar="SRC", help="model directory or hub id")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist, or be empty")
+    parser.add_argument("--max-model-len", type=int, default=0, metavar="TOKENS", help="longest context to serve later")
     args = parser.parse(argv)
 
     from jlora.model import checkpoint  # this imports jax: only after the flags are checked
 
-    checkpoint.convert(args.source, args.target)
+    checkpoint.convert(args.source, args.target, max_model_len=args.max_model_len)
     print(f"wrote {args.target}: serve it with `jlora serve --model {args.target}`")
     return 0
 

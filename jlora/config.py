@@ -266,6 +266,14 @@ class Config:
 
 _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 _TABLES = ("adapters.paths", "cluster.resources", "cluster.env")
+# Other names of keys.
+_ALSO = {
+    "serve.max_message_mib": "serve.max_request_mib",
+    "cluster.route": "cluster.routing",
+    "cluster.place": "cluster.placement",
+    "cluster.step_s": "cluster.placement_s",
+    "cluster.slo_tpot_s": "cluster.slo_s",
+}
 
 
 def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -321,7 +329,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 def _split(dotted: str) -> tuple[str, str, str]:
     """Section, key, and the entry of one of `_TABLES` (adapters.paths.NAME)."""
-    section, _, rest = dotted.partition(".")
+    section, _, rest = _ALSO.get(dotted, dotted).partition(".")
     key, _, entry = rest.partition(".")
     valid = keys()
     if f"{section}.{key}" in valid and (not entry or f"{section}.{key}" in _TABLES):

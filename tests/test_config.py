@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from jlora.config import Config, keys, load, replace
 from jlora.errors import ConfigError, InvalidArgument
 from jlora.ports import DiskFiles
 from jlora.serve import flags
+from tests.adapters._closed import Closed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -169,6 +171,24 @@ def test_adapter_dir_takes_every_subdirectory_with_a_config(tmp_path: Path):
     assert found == {"c": "x", "a": str(tmp_path / "a"), "b": str(tmp_path / "b")}
     with pytest.raises(ConfigError, match="adapter 'a' is in adapters.paths and in adapters.dir"):
         at_start({"a": "x"}, str(tmp_path), DiskFiles())
+
+
+def test_some_keys_have_another_name():
+    config = load({"cluster": {"route": "random", "slo_tpot_s": 0.1}}, {"serve.max_message_mib": 8})
+    assert (config.cluster.routing, config.cluster.slo_s, config.serve.max_request_mib) == ("random", 0.1, 8)
+    with pytest.raises(ConfigError, match="cluster.route = 'none'"):
+        load({"cluster": {"route": "none"}})
+
+
+def test_adapter_dir_leaves_out_a_subdirectory_that_this_user_may_not_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("a", "lost+found"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(os, "stat", closed := Closed(str(tmp_path / "lost+found")))
+    assert at_start({}, str(tmp_path), DiskFiles()) == {"a": str(tmp_path / "a")}
+    assert closed.asked
 
 
 @pytest.mark.parametrize("name", ["a", "A1", "sql-v1.2_x", "7", "x" * 128, "a.b"])

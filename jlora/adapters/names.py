@@ -65,7 +65,8 @@ def _discover(directory: str, files: Files) -> dict[str, str]:
         raise InvalidArgument(f"adapters.dir = {directory!r}: {str(e).removeprefix('path: ')}") from e
     except (OSError, ValueError) as e:
         raise ConfigError(f"adapters.dir = {directory!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
-    return {d.name: str(d) for d in entries if (d / "adapter_config.json").is_file()}
+    # Not `Path.is_file`, which raises for a directory that this user may not enter, as a disk's `lost+found`.
+    return {d.name: str(d) for d in entries if os.path.isfile(d / "adapter_config.json")}
 
 
 def at_start(paths: Mapping[str, str], directory: str, files: Files, tolerant: bool = False) -> dict[str, str]:

@@ -26,6 +26,7 @@ from jlora.demo.run import LATE, SETTINGS, TEXT, Answer, ask, line, load_late, s
 from jlora.demo.tasks import CHECKS, TASKS
 from jlora.errors import JloraError
 from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
 REPLICAS = 2
@@ -81,7 +82,7 @@ def asked() -> Iterator[tuple[Answer, list[Any]]]:
 
 async def talk(address: str, router: int) -> bool:
     """Asks, kills, checks, and waits for the killed replica; whether all went as promised."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with Login().aio(address) as channel:
         for replica in (await status(channel)).values():
             say(f"  {replica.name}  {replica.address}  {replica.health}")
         await load_late(channel)

@@ -28,6 +28,7 @@ from jlora.demo.tasks import TASKS, Transform, echo
 from jlora.errors import JloraError
 from jlora.loadgen.server import ServerProcess, flags_of
 from jlora.serve import top
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
 TEXT = "the quick world loves sweet music"
@@ -127,7 +128,7 @@ async def read_along(channel: grpc.aio.Channel) -> list[pipeline.Verdict]:
 async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Verdict]]:
     """Asks a running server everything; returns every answer and verdict."""
     early = ["", *(name for name in TASKS if name != LATE)]
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with Login().aio(address) as channel:
         say(f"\nOne text, {len(early)} requests at once: {text!r}\n")
         answers = await ask_all(channel, early, text)
         await load_late(channel)

@@ -35,6 +35,7 @@ from jlora.loadgen.rounds import Budget, Round, Sample, Side, Unfinished, measur
 from jlora.loadgen.sample import Slo, cache, known, sample
 from jlora.loadgen.server import GrpcTarget, Server
 from jlora.loadgen.trace import Limits
+from jlora.serve.client import Login
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -130,7 +131,7 @@ def compared(rounds: Sequence[Round]) -> list[Round]:
 
 async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:
     total = sum(turn.at >= 0 for turn in drawn.turns)
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with Login().aio(server.address) as channel:
         control = rpc.ControlStub(channel)
         if not args.keep_cache:
             await control.FlushCache(pb.FlushCacheRequest())

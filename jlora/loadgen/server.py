@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self, cast
 import grpc
 
 from jlora import machine
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Turn
@@ -40,7 +41,7 @@ class Server:
 
 async def look(address: str, timeout_s: float = 10.0) -> Server:
     """Asks a server what it serves, once all its programs are compiled. Raises RuntimeError if nothing answers."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with Login().aio(address) as channel:
         try:
             control = rpc.ControlStub(channel)
             while (info := await control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)).programs_left:

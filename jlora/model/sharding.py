@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jlora import machine
 from jlora.errors import ConfigError
 from jlora.model.llama import MESH_AXES, Params, abstract, stack_layers
 from jlora.model.spec import ModelSpec
@@ -16,11 +17,32 @@ REPLICATED = PartitionSpec()
 
 
 def make_mesh(tp: int) -> Mesh:
-    """The first `tp` local devices. Raises ConfigError if this process sees fewer."""
-    devices = jax.devices()
+    """The first `tp` local devices.
+
+    Raises:
+        ConfigError: this process sees fewer, or none of those that the installed jax is for.
+    """
+    devices = _devices()
     if tp > len(devices):
         raise ConfigError(f"model.tp = {tp}: this process sees {len(devices)} {devices[0].platform} devices")
     return Mesh(np.array(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
+
+
+def _devices() -> list[jax.Device]:
+    """What jax computes on. jax takes the CPU without a word where it finds no accelerator, and is slow then."""
+    chosen = jax.config.jax_platforms or ""
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as e:  # an old driver; a chip of another process; none of this platform
+        reason = str(e).partition("\n")[0] or "there is no such device"
+        raise ConfigError(f"no device, with JAX_PLATFORMS={chosen!r}: {reason}") from e
+    made_for = [name for name in (*machine.PLUGINS, "libtpu") if machine.version(name)]
+    if devices[0].platform == "cpu" and made_for and "cpu" not in chosen:
+        raise ConfigError(
+            f"no accelerator: {made_for[0]} is installed, and jax finds only the CPU; see that the driver is loaded, "
+            "that this container may use the device, and that no other process has it, or set JAX_PLATFORMS=cpu"
+        )
+    return devices
 
 
 def param_specs(spec: ModelSpec) -> Params:

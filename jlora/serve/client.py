@@ -15,7 +15,8 @@ import grpc
 from jlora.errors import ConfigError, JloraError
 
 MAX_MESSAGE_BYTES = 64 << 20
-OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
+# No HTTP proxy: gRPC would send even what goes to this machine through the one that `http_proxy` names.
+OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
 KEY_VARIABLE = "JLORA_API_KEY"
 
 
@@ -27,18 +28,20 @@ class Login:
         key: an API key; "" is none.
         ca: a PEM file of the authorities that may have signed the server's certificate; "" uses no TLS.
         cert, cert_key: PEM files of the client's own certificate, for a server that asks for one.
+        name: what the server's certificate must name; "": the address.
     """
 
     key: str = ""
     ca: str = ""
     cert: str = ""
     cert_key: str = ""
+    name: str = ""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Login:
         """Of a command line with the flags of `add_flags`."""
         key = os.environ.get(KEY_VARIABLE, "") if args.key is None else args.key
-        return cls(key, args.tls_ca, args.tls_cert, args.tls_key)
+        return cls(key, args.tls_ca, args.tls_cert, args.tls_key, args.tls_name)
 
     def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
         """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""
@@ -59,6 +62,7 @@ class Login:
         options = [*OPTIONS, *options]
         if not self.ca:
             return library.insecure_channel(server, options=options)
+        options += [("grpc.ssl_target_name_override", self.name)] if self.name else []
         credentials = grpc.ssl_channel_credentials(*(_read(path) for path in (self.ca, self.cert_key, self.cert)))
         return library.secure_channel(server, credentials, options=options)
 
@@ -69,6 +73,7 @@ def add_flags(add: Callable[..., Any]) -> None:
     add("--tls-ca", default="", metavar="FILE", help="use TLS; a PEM file of the authorities to trust")
     add("--tls-cert", default="", metavar="FILE", help="PEM file of this client's certificate, if the server wants one")
     add("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
+    add("--tls-name", default="", metavar="NAME", help="what the server's certificate names, if not the address")
 
 
 class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):

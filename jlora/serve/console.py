@@ -1,4 +1,4 @@
-"""`jlora generate` and `jlora chat`: gRPC clients of a running jlora server."""
+"""`jlora generate`, `jlora chat` and `jlora health`: gRPC clients of a running jlora server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora.errors import InvalidArgument
 from jlora.serve import client
@@ -44,6 +45,23 @@ def generate(argv: Sequence[str]) -> int:
     with connect(args.server, Login.of(args)) as channel:
         _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args)
     return 0
+
+
+def health(argv: Sequence[str]) -> int:
+    """Whether a server answers, for probes; returns the exit code, 0 if it does."""
+    parser = Parser("jlora health", "Exits with 0 if a server is ready for requests, otherwise with 1.")
+    parser.add_argument("server", nargs="?", default="127.0.0.1:50051", metavar="HOST:PORT", help="default %(default)s")
+    parser.add_argument(
+        "--live", action="store_true", help="ask only whether its engine turns: ready, loading or draining"
+    )
+    parser.add_argument("--timeout", type=float, default=1.0, metavar="SECONDS", help="default %(default)s")
+    client.add_flags(parser.add_argument)
+    args = parser.parse(argv)
+    asked = health_pb2.HealthCheckRequest(service="live" if args.live else "")
+    with connect(args.server, Login.of(args)) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=args.timeout)
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return int(answer.status != answer.SERVING)
 
 
 def chat(argv: Sequence[str]) -> int:

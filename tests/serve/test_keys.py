@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,29 @@ def test_a_file_that_fails_in_an_unknown_way_is_read_again_later(tmp_path: Path,
     assert files.current() == "old"
     file.write_text("newest")
     wait_until(lambda: files.current() == "newest")
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(watched, "LOOK_S", 60.0)
+    file, errors = tmp_path / "file", list[OSError]()
+    file.write_text("old")
+
+    def read() -> str:
+        if errors:
+            raise errors[0]
+        return file.read_text()
+
+    files = watched.Watched([str(file)], read)
+    file.write_text("newer")
+    errors.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))  # of this process, not of the file
+    for _ in range(3):
+        files.look()
+    assert files.current() == "old" and caplog.text.count("what was read before stays in use") == 1
+    errors.clear()
+    files.look()
+    assert files.current() == "newer"
 
 
 def test_the_command_makes_keys_that_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

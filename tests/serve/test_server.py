@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jlora import cli
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
@@ -57,6 +59,30 @@ def test_while_loading_the_port_answers_unavailable(served: Served):
         backend.replica = served.replica
         wait_until(lambda: early.status() == "SERVING")
         assert len(early.generate(request()).outputs[0].token_ids) == 8
+
+
+def test_a_command_asks_for_health_as_a_probe_does(served: Served, capsys: pytest.CaptureFixture[str]):
+    backend = Backend()
+    with serving(backend) as early:
+        assert cli.main(["health", early.address]) == 1
+        assert cli.main(["health", early.address, "--live"]) == 0
+        backend.replica = served.replica
+        wait_until(lambda: cli.main(["health", early.address]) == 0)
+        assert capsys.readouterr().out.split()[:2] == ["NOT_SERVING", "SERVING"]
+    assert cli.main(["health", early.address]) == 1
+    assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_clients_reach_a_server_past_the_proxy_that_the_environment_names(
+    served: Served, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0.0)
+        monkeypatch.setenv(variable, "http://{}:{}".format(*proxy.getsockname()))
+        assert cli.main(["health", served.address, "--timeout", "20"]) == 0
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 def test_reflection_lists_the_services(served: Served):

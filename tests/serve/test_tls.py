@@ -154,6 +154,8 @@ def test_the_commands_take_a_key_and_an_authority(
         assert cli.main([*generate, "--tls-ca", files.path("ca.pem")]) == 0
         assert cli.main(["top", running.address, "--once", "--tls-ca", files.path("ca.pem")]) == 0
         assert "requests" in capsys.readouterr().out
+        assert cli.main(["health", running.address, "--tls-ca", files.path("ca.pem")]) == 0
+        assert cli.main(["health", running.address]) == 1, "it speaks no TLS"
         assert cli.main([*generate, "--tls-ca", "none.pem"]) == 1
         assert "none.pem: No such file" in capsys.readouterr().err
 

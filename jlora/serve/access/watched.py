@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 class Watched(Generic[T]):
     """What some files say. A thread reads them again when they change, as long as this object lives.
 
-    If they cannot be read, or change meanwhile, what they said before stays. The log says so once.
+    If they cannot be read, or change meanwhile, what they said before stays, and each look tries again. The log says
+    so once.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T], threads: Threads | None = None):
@@ -31,6 +32,7 @@ class Watched(Generic[T]):
         self._paths = paths
         self._read = read
         self._seen = self._identities()
+        self._failed: list[tuple[int, ...] | None] | None = None  # the files that could not be read
         self._value = read()
         (threads or OsThreads()).start("jlora-files", functools.partial(_poll, weakref.ref(self)))
 
@@ -46,9 +48,11 @@ class Watched(Generic[T]):
         try:
             value = self._read()
         except Exception as e:  # of any kind: if the thread ended, a revoked key would be good for ever
-            self._seen = seen
-            log.error("%s; what was read before stays in use", e, exc_info=not isinstance(e, ConfigError))
+            if seen != self._failed:  # the next look tries again: the disk may have failed, not the file
+                log.error("%s; what was read before stays in use", e, exc_info=not isinstance(e, ConfigError))
+            self._failed = seen
             return
+        self._failed = None
         if seen == self._identities():  # otherwise the next look reads them again
             self._seen, self._value = seen, value
             log.info("read again: %s", ", ".join(self._paths))
