@@ -58,14 +58,16 @@ def specials(settings: Mapping[str, Any]) -> dict[str, str]:
 def added(directory: Path, settings: Mapping[str, Any]) -> list[Added]:
     """The tokens that are added beside `tokenizer.json`, in order of id. Raises DataLoss for a damaged file."""
     tree = settings.get("added_tokens_decoder")
-    where, kind = (CONFIG, dict[int, Added]) if tree else (ADDED, dict[str, int])
     try:
-        found = msgspec.convert(tree or _object(directory / ADDED), kind, strict=False)
+        if tree:
+            by_id = msgspec.convert(tree, dict[int, Added], strict=False)
+            found = [msgspec.structs.replace(token, id=i) for i, token in by_id.items()]
+        else:
+            by_content = msgspec.convert(_object(directory / ADDED), dict[str, int])
+            found = [Added(content, i, normalized=False) for content, i in by_content.items()]
     except msgspec.ValidationError as e:
-        raise DataLoss(f"{where}: its added tokens cannot be read: {e}") from e
-    if not tree:
-        return sorted((Added(content, i, normalized=False) for content, i in found.items()), key=lambda token: token.id)
-    return [msgspec.structs.replace(token, id=i) for i, token in sorted(found.items())]
+        raise DataLoss(f"{CONFIG if tree else ADDED}: its added tokens cannot be read: {e}") from e
+    return sorted(found, key=lambda token: token.id)
 
 
 def end_token(directory: Path) -> int | None:

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -59,7 +60,8 @@ def health(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     asked = health_pb2.HealthCheckRequest(service="live" if args.live else "")
     with connect(args.server, Login.of(args)) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=args.timeout)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its package has no types
+        answer = stub.Check(asked, timeout=args.timeout)
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return int(answer.status != answer.SERVING)
 
