@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import queue
+import threading
 import time
 import uuid
 import weakref
@@ -101,7 +102,7 @@ class LLM:
         self._replica: Replica = LocalReplica.start(settings, progress=progress)
         self._progress = progress
         # Runs once: on close(), on garbage collection, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, self._replica.close)
+        self._stop = weakref.finalize(self, _close, self._replica)
 
     def generate(
         self,
@@ -206,18 +207,21 @@ class LLM:
         for name in {a for a in adapters if isinstance(a, str)}:
             self._replica.adapter(name).result()  # before the prompts: it is no fault of one of them
         requests: list[Request] = []
-        checks: list[Future[None]] = []
+        checks: deque[Future[None]] = deque()
         try:
             for prompt, one, name in zip(prompts, samplings, adapters, strict=True):
                 requests.append(self._request(prompt, one, name, tenant))
-            checks += map(self._replica.check, requests)  # all at once: each waits for the end of a step
-            for check in checks:
-                check.result()
+            checks.extend(map(self._replica.check, requests))  # all at once: each waits for the end of a step
+            while checks:
+                checks[0].result()
+                checks.popleft()
         except JloraError as e:
             if count == 1:
                 raise
-            wrong = len(requests) if not checks else next(i for i, check in enumerate(checks) if check.exception())
+            wrong = len(requests) - len(checks)
             raise type(e)(f"prompts[{wrong}]: {e}") from e
+        finally:
+            checks.clear()  # their errors hold this frame, and it holds the model
         return requests
 
     def _request(self, prompt: Any, sampling: SamplingParams, adapter: str | None, tenant: str) -> Request:
@@ -294,6 +298,8 @@ class LLM:
                 del live[i]
                 room += requests[i].sampling.n
         finally:
+            came = None  # an error holds this frame, and it holds the model
+            handles.clear()
             for i in live:
                 self._replica.abort_named(requests[i].id, requests[i].tenant)
 
@@ -313,6 +319,13 @@ class LLM:
             except queue.Empty:
                 if (age := self._replica.heartbeat_age()) > _STALL_S:
                     raise Unavailable(f"the engine has not moved for {age:.0f} s") from None
+
+
+def _close(replica: Replica) -> None:
+    try:
+        replica.close()
+    except RuntimeError:  # a garbage collection runs on any thread, also on the engine's, which cannot wait for itself
+        threading.Thread(target=replica.close, name="jlora-close").start()
 
 
 def _completion(whole: Delta) -> Completion:

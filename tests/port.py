@@ -19,6 +19,7 @@ import jax
 import pytest
 from jax.sharding import Sharding
 
+from jlora import LLM
 from jlora.adapters import peft_config
 from jlora.cache.fastlibra import Fastlibra
 from jlora.cache.manager import CacheManager
@@ -328,3 +329,8 @@ def timed_waits() -> Seam:
 def sources_of_programs() -> bytes:
     """A digest of the source files that decide the programs, as they are now."""
     return traced._sources()
+
+
+def between_steps(llm: LLM, command: Callable[[], T]) -> Future[T]:
+    """Runs on the thread of the model's engine."""
+    return llm._replica.between_steps(command)  # type: ignore[attr-defined]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import _thread
 import dataclasses
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jlora import LLM, Completion, SamplingParams
+from jlora.engine.local import LocalReplica
 from jlora.errors import (
     AlreadyExists,
     ConfigError,
@@ -21,10 +24,12 @@ from jlora.errors import (
     InvalidArgument,
     NotFound,
     OutOfRange,
+    ResourceExhausted,
     Unavailable,
 )
-from tests import _make
+from tests import _make, port
 from tests.serve import _tokenizers
+from tests.serve._server import wait_until
 
 SMALL = {
     "cache": {"hbm_blocks": 256, "block_tokens": 8},
@@ -253,3 +258,39 @@ def test_a_conversation_has_its_tenants_cache(llm: LLM):
     messages = [{"role": "user", "content": "the same words again and again " * 2}]
     cached = [llm.chat(messages, GREEDY, tenant=tenant)[0].usage.cached_tokens for tenant in ("a", "b", "a")]
     assert cached[:2] == [0, 0] and cached[2] > 0
+
+
+@pytest.mark.parametrize("refuses", ["check", "submit"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_that_refused_a_prompt_is_freed_when_nobody_holds_it(
+    files: Path, monkeypatch: pytest.MonkeyPatch, refuses: str, count: int
+):
+    """Its memory on the device is needed for the next one; no garbage collection frees it in time."""
+
+    def refused(*_: object) -> Future[None]:
+        answer: Future[None] = Future()
+        answer.set_exception(ResourceExhausted("the cache never holds it"))
+        return answer
+
+    monkeypatch.setattr(LocalReplica, refuses, refused)
+    llm = LLM(files / "ids", config={**SMALL, "engine": {**SMALL["engine"], "warmup": False}}, progress=False)
+    freed = weakref.ref(llm)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ResourceExhausted):
+            llm.generate([[5]] * count)
+        del llm
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_may_be_collected_on_its_own_engines_thread(files: Path):
+    """A garbage collection runs on any thread, and this one cannot wait for its own end."""
+    before = set(threading.enumerate())
+    llm = LLM(files / "ids", config={**SMALL, "engine": {**SMALL["engine"], "warmup": False}}, progress=False)
+    port.between_steps(llm, llm.close).result(20)
+    wait_until(lambda: not {thread for thread in threading.enumerate() if not thread.daemon} - before)
+    with pytest.raises(Unavailable):
+        llm.generate([[5, 6]])

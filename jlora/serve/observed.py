@@ -15,10 +15,13 @@ from itertools import accumulate
 from jlora.serve.tally import Tally
 from jlora.types import Request, Timing, Usage
 
-# Upper bounds in seconds, as vLLM has them: a board that reads both sees the same steps.
+# Upper bounds in seconds: vLLM's, so that a board that reads both sees the same steps, and some below them.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 80.0)
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 960.0)
+FIRST += (160.0, 640.0, 2560.0)
+GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+GAP += (20.0, 40.0, 80.0)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+WHOLE += (480.0, 960.0, 1920.0, 7680.0)
 COLD = ("wait", "stream", "cpu")  # kinds of an adapter's cold start
 TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jlora.config import ServeConfig
@@ -29,6 +29,7 @@ from jlora.replica import Replica
 from jlora.serve.access.tls import Tls
 from jlora.serve.backend import Backend
 from jlora.serve.gate import MOST_CALLS
+from jlora.serve.health import Health
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 from jlora.serve.services import AdaptersServicer, ControlServicer, InferenceServicer
 from jlora.serve.status import StatusInterceptor
@@ -46,6 +47,7 @@ CONNECTIONS = 4096
 CONNECTION_SHARE = 2  # of all calls that gRPC takes, one connection may have one part in so many
 METADATA_BYTES = 16 << 10  # of one call
 HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2
+PING_S = 5.0  # between two pings of a client: Go's send none more often than every 10 s
 IDLE_S = 300.0  # without a call, after which a connection gives its place to others; clients open another unasked
 # Adds services beside the server's own. They check their callers themselves.
 Service = Callable[[Backend, grpc.aio.Server], None]
@@ -67,7 +69,7 @@ class GrpcServer:
         self.backend = backend
         self._tls = Tls.of(config, backend.threads)
         self._heartbeat_s = config.heartbeat_s
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._health = Health()
         # A call before its handler takes up to 18 kB of memory, also one that its client has reset. A lower bound for
         # each connection would not help: gRPC ends busy connections at it (UNAVAILABLE).
         calls = backend.most + 2 * MOST_CALLS  # with those that want no completion, and those that are being refused
@@ -81,8 +83,10 @@ class GrpcServer:
                 ("grpc.server.max_pending_requests_hard_limit", backend.most),
                 ("grpc.server_max_unrequested_time_in_server", PENDING_S),
                 ("grpc.max_concurrent_streams", calls),  # of one connection
-                ("grpc.max_metadata_size", METADATA_BYTES // 2),  # from here on more and more are refused
+                ("grpc.max_metadata_size", METADATA_BYTES),  # below the next, gRPC would refuse some by chance
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+                ("grpc.http2.min_ping_interval_without_data_ms", int(PING_S * 1e3)),
+                ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1e3)),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
@@ -113,7 +117,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Starts to answer; health is NOT_SERVING until the backend has a replica."""
-        await self._set_health(ready=False, live=True)
+        self._set_health(ready=False, live=True)
         await self._server.start()
         self._watching = asyncio.create_task(self._watch(), name="watch")
 
@@ -123,7 +127,7 @@ class GrpcServer:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
         self.backend.serving = self.backend.live = False
-        await self._set_health(ready=False, live=False)
+        self._set_health(ready=False, live=False)
         await self._server.stop(grace_s)
 
     async def _watch(self) -> None:
@@ -138,7 +142,7 @@ class GrpcServer:
             ready = replica is not None and live and not self.backend.draining
             self.backend.serving, self.backend.live = ready, live
             if (ready, live) != told:
-                await self._set_health(ready, live)
+                self._set_health(ready, live)
             if ready != told[0]:
                 log.log(logging.INFO if ready else logging.WARNING, "health: %s", "SERVING" if ready else "NOT_SERVING")
             due = time.monotonic() + PERIOD_S
@@ -148,10 +152,8 @@ class GrpcServer:
         age = replica.heartbeat_age()
         return age <= self._heartbeat_s or (patient and age < math.inf)
 
-    async def _set_health(self, ready: bool, live: bool) -> None:
-        said = health_pb2.HealthCheckResponse
-        for name, well in {"": ready, **dict.fromkeys(SERVICES, ready), LIVE: live}.items():
-            await self._health.set(name, said.SERVING if well else said.NOT_SERVING)
+    def _set_health(self, ready: bool, live: bool) -> None:
+        self._health.set({"": ready, **dict.fromkeys(SERVICES, ready), LIVE: live})
 
 
 def address(host: str, port: int) -> str:

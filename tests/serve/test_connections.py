@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from benchmarks.micro.abuse import HEADERS, HELLO, PATH, begun_and_reset
 from jlora.config import ServeConfig
@@ -219,3 +221,49 @@ def test_a_client_that_was_idle_calls_on(front: Served):
         generate(message, timeout=60)
         wait_until(lambda: grpc.ChannelConnectivity.IDLE in states[states.index(grpc.ChannelConnectivity.READY) :])
         generate(message, timeout=60)
+
+
+WATCH = CHECK.replace(b"Check", b"Watch")
+
+
+def test_a_watcher_of_health_that_reads_nothing_keeps_no_change_from_others(served: Served):
+    backend = Backend()
+    with serving(backend) as front:
+        with connect(front) as raw:
+            raw.sendall(NO_WINDOW + called(1, WATCH, b"") + called(3, WATCH, b"\n\4live"))
+            watch = front.health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            backend.replica = served.replica
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            assert front.status() == "SERVING"
+            backend.draining = True
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    # The server has stopped, though the first watcher never read.
+
+
+def test_a_client_that_pings_keeps_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """As those of Go, Java and Node do behind a load balancer; gRPC's own limit is a ping in five minutes."""
+    monkeypatch.setattr(server, "PING_S", 0.05)
+    with serving(served.backend) as front, connect(front) as raw:
+        raw.sendall(HELLO + called(1, WATCH, b""))
+        raw.settimeout(0.1)
+        said, pongs = b"", 0
+        for _ in range(6):
+            raw.sendall(b"\0\0\x08\6\0\0\0\0\0" + bytes(8))
+            with contextlib.suppress(TimeoutError):
+                while piece := raw.recv(4096):
+                    said += piece
+            pongs = frames(said).count(6)
+        assert pongs >= 6 and GOAWAY not in frames(said)
+
+
+def test_metadata_below_the_limit_is_never_refused_by_chance(served: Served):
+    def asked(kib: int) -> health_pb2.HealthCheckResponse:
+        return served.health.Check(
+            health_pb2.HealthCheckRequest(), metadata=[("x-token", "a" * (kib << 10))], timeout=9
+        )
+
+    for _ in range(20):
+        assert asked(14).status
+    with refused(CODE.RESOURCE_EXHAUSTED):
+        asked(17)
