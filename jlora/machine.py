@@ -164,11 +164,22 @@ def _spare(group: Path, names: tuple[str, str]) -> int | None:
     try:
         limit, used = ((group / name).read_text().strip() for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        bound = UNLIMITED if limit == "max" else int(limit)
-        return None if bound >= UNLIMITED else max(0, bound - int(used) + droppable)
+        high = group / "memory.high"  # of version 2: above it the kernel slows the process down, and tells nobody
+        limits = [limit, high.read_text().strip()] if high.exists() else [limit]
+        bound = min(UNLIMITED if limit == "max" else int(limit) for limit in limits)
+        return None if bound >= UNLIMITED else max(0, bound - int(used) + _droppable(stat))
     except (OSError, ValueError):  # no such files, or not as the kernel writes them
         return None
+
+
+def _droppable(stat: Mapping[str, str]) -> int:
+    """Bytes of file pages that the kernel can drop: those read once, and those read again but not mapped."""
+
+    def count(first: str, second: str) -> int:
+        return int(stat.get(first, stat.get(second, 0)))
+
+    again = count("total_active_file", "active_file") - count("total_mapped_file", "file_mapped")
+    return count("total_inactive_file", "inactive_file") + max(0, again)
 
 
 def spare_bytes() -> int:

@@ -68,6 +68,20 @@ def test_groups_of_version_1_count_too_and_their_number_for_no_limit_does_not(tm
     assert told(tmp_path, "9:cpu:/\n4:memory:/docker/1\n0::/\n") == [11 * MIB]
 
 
+def test_pages_that_were_read_twice_can_be_dropped_too_unless_they_are_mapped(tmp_path: Path):
+    stat = f"inactive_file {MIB}\nactive_file {5 * MIB}\nfile_mapped {2 * MIB}"
+    group(tmp_path / "sys/fs/cgroup", str(16 * MIB), 16 * MIB, stat, ("memory.max", "memory.current"))
+    assert told(tmp_path, "0::/\n") == [4 * MIB]
+
+
+@pytest.mark.parametrize(("high", "left"), [("max", [6 * MIB]), (str(12 * MIB), [2 * MIB]), (str(99 * MIB), [6 * MIB])])
+def test_memory_above_which_the_kernel_slows_a_process_is_not_there(tmp_path: Path, high: str, left: list[int]):
+    root = tmp_path / "sys/fs/cgroup"
+    group(root, str(16 * MIB), 10 * MIB, "inactive_file 0", ("memory.max", "memory.current"))
+    (root / "memory.high").write_text(f"{high}\n")
+    assert told(tmp_path, "0::/\n") == left
+
+
 @pytest.mark.parametrize(("limit", "stat"), [("", "inactive_file 0"), ("many", "inactive_file 0"), ("9", "odd")])
 def test_a_group_of_another_form_limits_nothing(tmp_path: Path, limit: str, stat: str):
     group(tmp_path / "sys/fs/cgroup", limit, 1, stat, ("memory.max", "memory.current"))

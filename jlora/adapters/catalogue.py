@@ -19,6 +19,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import IO, Annotated, Any
 
@@ -117,9 +118,14 @@ class Catalogue:
         """Opens or makes the file; `fits` as of the rows of this process. Raises ConfigError."""
         self.fits, self._path = fits, path
         try:
-            self._lock = _locked(f"{path}.lock") if path else None
-            self._table = connect(path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None)
-            self._prepare()
+            with ExitStack() as failed:  # the error may be kept, as in a notebook, and the file must be free then
+                self._lock = failed.enter_context(_locked(f"{path}.lock")) if path else None
+                self._table = connect(
+                    path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None
+                )
+                failed.callback(self._table.close)
+                self._prepare()
+                failed.pop_all()
         except (OSError, *DAMAGE) as e:
             raise ConfigError(f"adapters.registry = {path!r}: {getattr(e, 'strerror', None) or e}") from e
         self._writer = threads.pool("jlora-catalogue", 1)

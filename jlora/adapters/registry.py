@@ -157,6 +157,11 @@ class AdapterRegistry:
             if not self._versions[name]:
                 del self._versions[name]
 
+    @property
+    def largest(self) -> int:
+        """Blocks of the largest version, wherever it is."""
+        return max((record.node.size for record in self._by_uid.values()), default=0)
+
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 

@@ -115,8 +115,11 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     read = partial(_weights, directory, prepared)
     runner, pool = prepared.complete(read(progress), system.clock)
     phases.end("weights")
-    host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
-    manager = make_manager(config, layout, host_blocks, spec, system)
+    needed = sources.required(config, reader)
+    smallest = max((row.blocks for row in found if row.name in needed), default=0)
+    host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found], smallest)
+    found = list(sources.held(found, host_blocks, needed))
+    manager = make_manager(config, layout, host_blocks, spec, registry, system)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
     failed.callback(swapper.close)
@@ -189,15 +192,20 @@ def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, 
     return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
 
 
-def make_manager(config: Config, layout: PoolLayout, host_blocks: int, spec: ModelSpec, system: System) -> CacheManager:
-    """The cache that `config.cache` asks for. Its host tier leaves memory to steps, where they are computed there."""
+def make_manager(
+    config: Config, layout: PoolLayout, host_blocks: int, spec: ModelSpec, registry: AdapterRegistry, system: System
+) -> CacheManager:
+    """The cache that `config.cache` asks for.
+
+    Its host tier leaves memory to the reading of the largest adapter, and to steps where they are computed there.
+    """
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
-
-    kept = max(KEPT_BYTES, steps_bytes(config, spec) if jax.default_backend() == "cpu" else 0)
+    step = steps_bytes(config, spec) if jax.default_backend() == "cpu" else 0
 
     def spare() -> int:
-        return system.memory.beside(kept) // layout.block_bytes
+        read = sources.READING * registry.largest * layout.block_bytes
+        return system.memory.beside(max(KEPT_BYTES, step, read)) // layout.block_bytes
 
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(spec.max_len), spare)
     return CacheManager(sizes, policy, system.clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)

@@ -107,13 +107,14 @@ def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
     return "the weights leave no room for a pool: " + ", or ".join(smaller)
 
 
-def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[int]) -> int:
+def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[int], smallest: int = 0) -> int:
     """Blocks of the host tier.
 
     Args:
         adapters: blocks of each adapter that is known at start; those that are in memory have a copy there.
+        smallest: blocks that it must have, for the largest adapter that is required.
     Raises:
-        ConfigError: the largest adapter does not fit, or the tier is larger than the memory.
+        ConfigError: the required adapters do not fit, or the tier is larger than the memory.
     """
     cache = config.cache
     room = available_bytes() // layout.block_bytes
@@ -133,10 +134,9 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[in
             f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "
             f"{room * layout.block_bytes / 2**30:.2f} GiB are available; lower cache.host_blocks or cache.host_gib"
         )
-    largest = max(adapters, default=0)
-    if blocks < largest:
+    if blocks < smallest:
         raise ConfigError(
-            f"the largest adapter needs {largest} blocks of host memory ({layout.block_bytes} bytes each), and the "
+            f"the largest adapter needs {smallest} blocks of host memory ({layout.block_bytes} bytes each), and the "
             f"host tier has {blocks}; raise cache.host_blocks or cache.host_gib"
         )
     return blocks

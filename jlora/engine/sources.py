@@ -75,7 +75,7 @@ class Reader:
     def check_ranks(self, name: str, ranks: Iterable[tuple[str, int]]) -> int:
         """The blocks that an adapter of these ranks takes. Raises InvalidArgument for a projection that is not served.
 
-        Raises ResourceExhausted if the pool can never hold it: block 0 is unused, and one is for KV.
+        Raises ResourceExhausted as `check_blocks` does.
         """
         sizes, targets = largest_ranks(ranks), self.targets
         if others := sorted(sizes.keys() - set(TARGETS[targets])):
@@ -84,8 +84,12 @@ class Reader:
                 f"(adapters.target_modules = {targets})"
             )
         size = blocks_of(sizes, self.layout)
-        check_size(name, size, self.layout.blocks - 2, self.layout.blocks - 1)
+        self.check_blocks(name, size)
         return size
+
+    def check_blocks(self, name: str, blocks: int) -> None:
+        """Raises ResourceExhausted if the pool can never hold so many: block 0 is unused, and one is for KV."""
+        check_size(name, blocks, self.layout.blocks - 2, self.layout.blocks - 1)
 
     def stamp(self, path: str) -> Stamp | None:
         """The identities of an adapter's two files; None if one is missing."""
@@ -110,6 +114,8 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
             need = READING * reader.check_ranks(name, ranks) * reader.layout.block_bytes
             held.close()  # the files have changed, and are read again
             held.enter_context(reader.memory.promised(need, f"{name}: reading it"))
+            nonlocal began
+            began = reader.clock()  # what it waited for is no part of what it takes
 
         adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
         packed = pack(adapter, reader.layout)
@@ -231,12 +237,25 @@ def _known_or_scanned(name: str, path: str, row: Row | None, reader: Reader) -> 
         return scan_adapter(name, path, reader)
     stamp = reader.stamp(path)
     if row.fits == reader.fits and stamp is not None and (row.digest or tuple(row.stamp) == stamp):
+        reader.check_blocks(name, row.blocks)  # the pool may be smaller than the earlier process's
         return row  # with a digest, the first read compares
     new = scan_adapter(name, path, reader)
     if not row.digest:
         return new
     check_version(row, row.digest, new.header)
     return replaced(row, fits=reader.fits, blocks=new.blocks, bytes=new.bytes, stamp=new.stamp)
+
+
+def held(found: Iterable[Row | NewAdapter], host_blocks: int, required: Container[str]) -> Iterator[Row | NewAdapter]:
+    """Those that the host tier can hold; others are left out, as none of them is required."""
+    for item in found:
+        if item.blocks <= host_blocks or item.name in required:
+            yield item
+        else:
+            log.warning(
+                "adapter %r is left out: it needs %d blocks, and the host tier has %d; raise cache.host_blocks or "
+                "cache.host_gib", item.name, item.blocks, host_blocks
+            )  # fmt: skip
 
 
 def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> Iterator[Row | NewAdapter]:

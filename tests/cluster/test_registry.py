@@ -105,8 +105,11 @@ def test_a_file_of_a_later_schema_is_refused(file: str):
     later = sqlite3.connect(file)
     later.execute(f"pragma user_version = {catalogue.SCHEMA + 1}")
     later.close()
-    with pytest.raises(ConfigError, match=f"version {catalogue.SCHEMA + 1}, and this jlora reads up to"):
+    with pytest.raises(ConfigError, match=f"version {catalogue.SCHEMA + 1}, and this jlora reads up to") as kept:
         Registry(file, OsThreads())
+    Path(file).unlink()  # by the user, while a notebook keeps the error
+    Registry(file, OsThreads()).close()
+    assert kept.value.__traceback__
 
 
 @pytest.mark.parametrize(

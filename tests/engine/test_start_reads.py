@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from jlora import config, machine
-from jlora.adapters.catalogue import Row
+from jlora.adapters.catalogue import Catalogue, Row
 from jlora.cache.tree import AdapterNode
+from jlora.engine import sources
 from jlora.engine.records import NewAdapter, of_files, row_of
-from jlora.engine.sources import Reader, scan_adapter
-from jlora.errors import DataLoss
+from jlora.engine.sources import Reader, read_adapter, scan_adapter
+from jlora.errors import DataLoss, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.machine import UNLIMITED
 from jlora.memory import Memory
@@ -117,6 +118,57 @@ def test_adapters_that_memory_does_not_hold_stay_on_the_disk_also_where_they_are
     assert read_in(library, spare=0, a0=library[0].path).names == []
     said = [record.getMessage() for record in caplog.records]
     assert [line.split()[1] for line in said if "stays on the disk until a request needs it" in line] == NAMES
+
+
+def find(library: Sequence[NewAdapter], blocks: int, **keys: Any) -> list[str]:
+    """The names that a start finds whose pool has so many blocks, and that knows the library from an earlier start."""
+    smaller = reader(DiskFiles())
+    smaller = replace(smaller, layout=replace(smaller.layout, blocks=blocks))
+    catalogue = Catalogue("", OsThreads(), smaller.fits)
+    rows = [
+        row_of(of_files(new, AdapterNode(uid, new.blocks), 0.0), smaller.fits, 0.0)
+        for uid, new in enumerate(library, 1)
+    ]
+    catalogue.put(rows).result()
+    settings = config.load(None, {f"adapters.{key}": value for key, value in keys.items()})
+    found = sources.find(settings, smaller, catalogue, progress=False)
+    catalogue.close()
+    return [item.name for item in found]
+
+
+def test_one_that_this_pool_can_never_hold_is_left_out_alone(library: list[NewAdapter], tmp_path: Path):
+    _make.make_adapter(tmp_path / "large", SPEC, r=64)
+    large = scan_adapter("large", str(tmp_path / "large"), reader(DiskFiles()))
+    blocks = max(new.blocks for new in library) + 2
+    assert large.blocks >= blocks
+    assert find([*library, large], blocks) == NAMES, "those that were loaded at run time"
+    assert find([*library, large], blocks, dir=str(tmp_path), lazy=True) == NAMES
+    with pytest.raises(ResourceExhausted, match="adapter large: "):
+        find([*library, large], blocks, dir=str(tmp_path))
+
+
+def test_one_that_the_host_tier_cannot_hold_is_left_out_where_it_is_not_required(
+    library: list[NewAdapter], caplog: pytest.LogCaptureFixture
+):
+    large = replace(library[1], projections=("q",) * 9, name="large")
+    assert [item.name for item in sources.held([library[0], large], 8, ())] == ["a0"]
+    assert "'large' is left out: it needs 9 blocks, and the host tier has 8" in caplog.text
+    assert [item.name for item in sources.held([library[0], large], 8, {"large"})] == ["a0", "large"]
+
+
+def test_the_time_of_a_read_has_no_wait_for_memory(library: list[NewAdapter]):
+    """It would count as a slow disk."""
+    now, memory = [0.0], Memory(lambda: UNLIMITED)
+
+    @contextmanager
+    def waits(need: int, what: str) -> Iterator[None]:
+        now[0] += 25.0
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "promised", waits)
+        new = read_adapter("a0", library[0].path, replace(reader(DiskFiles()), clock=lambda: now[0], memory=memory))
+    assert new.read_s == 0.0 and now == [25.0]
 
 
 def spoil(adapter: NewAdapter) -> None:

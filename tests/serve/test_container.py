@@ -46,7 +46,10 @@ class Group:
     def used_bytes(self) -> int:
         """Without file pages that the kernel can drop."""
         stat = self._lines("memory.stat")
-        return int((self.path / self.used).read_text()) - stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        again = stat.get("total_active_file", stat.get("active_file", 0))
+        mapped = stat.get("total_mapped_file", stat.get("file_mapped", 0))
+        once = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        return int((self.path / self.used).read_text()) - once - max(0, again - mapped)
 
     def killed(self) -> int:
         return self._lines(self.kills)["oom_kill"]
