@@ -107,6 +107,11 @@ def with_tables(logits: jax.Array, state: SlotState, batch: Any) -> jax.Array:
     return sampling._with_tables(logits, state, batch)
 
 
+def truncated(logits: jax.Array, batch: sampling.SampleBatch) -> jax.Array:
+    """What top-k, top-p and min-p leave of logits."""
+    return sampling._truncate(logits, batch)
+
+
 def gap_records(gaps: Gaps) -> int:
     """How many seconds of the past it keeps."""
     return len(gaps._seconds)

@@ -321,8 +321,8 @@ class BatchBuilder:
         fields["acting"][:n] = np.array([w.sequence.activation or 0 for w in works])[of]
 
     def _reads(self, rows: int) -> int:
-        """Rows that a launch samples from, with padding: one alone may be slow."""
-        return max(self.buckets.decode[0], rows)
+        """Rows that a launch samples from, with padding: one alone may be slow, and no sequence has two."""
+        return max(self.buckets.decode[0], min(rows, self.buckets.decode[-1]))
 
     def _lists(self, adapters: tuple[tuple[int, tuple[int, ...]], ...], bare: bool) -> Lists:
         """The lists of these adapters, kept for later launches of the same."""

@@ -147,7 +147,8 @@ class _Place(NamedTuple):
 
 
 def _accumulate(delta: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)
     return delta + product
 
 

@@ -225,7 +225,8 @@ def _truncate(logits: jax.Array, batch: SampleBatch) -> jax.Array:
     after_k = jnp.where(jnp.arange(vocab) < k[:, None], ordered, -jnp.inf)
     probs = jax.nn.softmax(after_k, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # mass strictly above each token
-    keep = (before < batch.top_p[:, None]) & (probs >= batch.min_p[:, None] * probs[:, :1]) & (after_k > -jnp.inf)
+    within = (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)  # the sum may reach 1 before the end
+    keep = within & (probs >= batch.min_p[:, None] * probs[:, :1]) & (after_k > -jnp.inf)
     last = jnp.maximum(jnp.sum(keep, axis=-1) - 1, 0)
     floor = jnp.take_along_axis(ordered, last[:, None], axis=1)
     return jnp.where(logits >= floor, logits, -jnp.inf)

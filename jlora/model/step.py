@@ -211,7 +211,8 @@ def build(
     group = weights["layers"] if stacked else weights["layers"][:size]
 
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Wrapped:
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        body = _exactly(f) if spec.dtype == "float32" else f
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
         shardings = jax.tree.map(
             lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
@@ -242,6 +243,16 @@ def build(
         on_mesh(partial(ops.write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
         Cutter(spec, place.shard, partial(_attending, place), stacked).build(on_mesh, weights, pool),
     )
+
+
+def _exactly(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` with products of float32 in float32: by default a GPU takes TF32 for them, and a TPU bfloat16."""
+
+    def traced(*args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return f(*args)
+
+    return traced
 
 
 def _on_gpu(name: str) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def _gpu(site: Site) -> dict[str, Offer]:
 
     layout = site.layout
     tiles = gpu_ops.tiles_of(site.kind, layout, site.heads)
-    limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
+    slots = max((rows for rows, chunk in site.shapes if chunk == 1), default=1)  # none: a check of attention alone
+    limits = gpu_ops.Limits(slots, site.rank, max(chunk for _, chunk in site.shapes))
     refused = gpu_support.lora_refusals(layout)
     left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items())
     gap = gpu_ops.runtime_refusal()
@@ -129,7 +130,7 @@ def _gpu(site: Site) -> dict[str, Offer]:
     if site.width > gpu_support.LISTED:
         most = gpu_support.LISTED
         attention_gap = f"contexts of {site.width} pages exceed the {most} that fit in shared memory; "
-        attention_gap += _lower(most * layout.block_tokens)
+        attention_gap += f"lower model.max_model_len to at most {most * layout.block_tokens}"
     lora_gap = gap or (left if len(refused) == len(GROUPS) else "")
     serves = SERVES + site.kind
     attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)
@@ -165,19 +166,23 @@ def _attention_gap(site: Site, chip: Chip) -> str:
 
     layout = site.layout
     gap = _pool_gap(layout)
-    tables = max(tpu_attention.smem_bytes(rows, chunk, site.width) for rows, chunk in site.shapes)
     room = int(SCALAR_SHARE * chip.smem_bytes)
+    rows, chunk = min(site.shapes, key=lambda shape: tpu_attention.widest(*shape, room))
+    tables = tpu_attention.smem_bytes(rows, chunk, site.width)
     if gap or tables > room:
-        most = min(tpu_attention.widest(rows, chunk, room) for rows, chunk in site.shapes) * layout.block_tokens
-        return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; {_lower(most)}"
+        most = tpu_attention.widest(rows, chunk, room) * layout.block_tokens
+        help_ = _lower(most, "engine.max_seqs" if chunk == 1 else "engine.max_step_tokens")
+        return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; {help_}"
     for rows, chunk in site.shapes:
         if gap := _reason(chip.attention, AttentionShape.of(layout, site.heads, rows, chunk)):
             return gap
     return ""
 
 
-def _lower(tokens: int) -> str:
-    return f"lower model.max_model_len to at most {tokens}" if tokens else "lower engine.max_seqs"
+def _lower(tokens: int, other: str) -> str:
+    """What helps: a shorter context, if one of `tokens` is left, or less of the other key."""
+    shorter = f", or model.max_model_len to at most {tokens}" if tokens else ""
+    return f"lower {other}{shorter}"
 
 
 def _lora_gap(site: Site, chip: Chip) -> str:

@@ -215,3 +215,9 @@ def test_programs_without_adapters_are_fewer_than_those_with_them():
     assert buckets.bare == (4, 16, 32, 64) and buckets.bare[-1] == buckets.decode[-1]
     assert 4 * len(buckets.bare) <= len(buckets.shapes)
     assert Buckets.of(EngineConfig(max_seqs=64, max_step_tokens=512)).bare == ()
+
+
+def test_a_prompts_launch_samples_from_no_more_rows_than_there_are_sequences(builder: BatchBuilder):
+    """A sampler's row takes megabytes with a large vocabulary, and a launch of 8,192 tokens has 256 rows."""
+    assert builder.buckets.decode[-1] == 4
+    assert [len(fields(builder.blank(rows, ROW)).last) for rows in (1, 4, 8)] == [2, 4, 4]

@@ -164,3 +164,10 @@ def test_logprobs_are_the_models_own_whatever_the_sampling():
     order = np.argsort(-want)[:TOP]
     np.testing.assert_array_equal(out.top_ids[0], order)
     np.testing.assert_allclose(out.top_logprobs[0], want[order], atol=1e-5)
+
+
+def test_a_row_that_cuts_nothing_keeps_all_beside_one_that_cuts():
+    """In float32 the sum of many small probabilities reaches 1 before the last of them."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128_256)) * 5, jnp.float32)
+    kept = port.truncated(logits, batch(2, top_p=[1.0, 0.9])) > -jnp.inf
+    assert kept[0].all() and 0 < kept[1].sum() < 128_256

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from jlora.engine.batch import BatchBuilder
 from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.model.sampling import empty_slots
+from jlora.model.spec import ModelSpec
 from tests._make import tiny_spec
 
 BLOCKS, MAX_SEQS = 16000, 4
@@ -19,7 +22,12 @@ BLOCKS, MAX_SEQS = 16000, 4
 
 def compiled(rows: int, chunk: int, tp: int, stacked: bool):
     """The forward program compiled from abstract values only, and its pool's bytes per device."""
-    spec = tiny_spec()
+    lowered, layout = forward(tiny_spec(), rows, chunk, tp, stacked)
+    return lowered.compile(), BLOCKS * layout.block_bytes // tp
+
+
+def forward(spec: ModelSpec, rows: int, chunk: int, tp: int = 1, stacked: bool = True) -> tuple[Any, PoolLayout]:
+    """The forward program as it is lowered, and the layout of its pool."""
     mesh = sharding.make_mesh(tp)
     layout = PoolLayout.of(spec, BLOCKS, 8, tp)
     programs = step.build(spec, layout, mesh, stacked)
@@ -31,10 +39,18 @@ def compiled(rows: int, chunk: int, tp: int, stacked: bool):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
 
     builder = BatchBuilder(layout, EngineConfig(max_seqs=MAX_SEQS, max_step_tokens=64), spec, lambda uid: ())
-    pool = placed(jax.ShapeDtypeStruct(layout.shape, np.float32), sharding.POOL)
+    pool = placed(jax.ShapeDtypeStruct(layout.shape, np.dtype(spec.dtype)), sharding.POOL)
     last = jax.eval_shape(lambda: empty_slots(MAX_SEQS, spec.vocab)).last
-    lowered = programs.forward.lower(jax.tree.map(placed, params, specs), pool, last, builder.blank(rows, chunk).batch)
-    return lowered.compile(), BLOCKS * layout.block_bytes // tp
+    batch = builder.blank(rows, chunk).batch
+    return programs.forward.lower(jax.tree.map(placed, params, specs), pool, last, batch), layout
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(4, 1), (2, 32)])
+def test_products_of_float32_are_float32_on_every_platform(rows: int, chunk: int):
+    """By default a GPU takes TF32 and a TPU bfloat16 for them; bfloat16's own products keep the default."""
+    products = [line for line in forward(tiny_spec(), rows, chunk)[0].as_text().splitlines() if "dot_general" in line]
+    assert len(products) >= 7 and all("HIGHEST, HIGHEST" in line for line in products)
+    assert "HIGHEST" not in forward(tiny_spec(dtype="bfloat16"), rows, chunk)[0].as_text()
 
 
 @pytest.mark.slow

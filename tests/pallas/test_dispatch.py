@@ -170,11 +170,26 @@ def test_long_contexts_that_pass_the_scalar_memory_are_refused_for_attention_alo
     attention, lora, *_ = choose(site("tpu", "TPU v5 lite", spec)).choices
     assert attention.implementation == "xla" and attention.reason.startswith("page tables of 1024 KiB exceed")
     assert lora.implementation == "pallas-tpu"
-    lower = re.search(r"lower model.max_model_len to at most (\d+)$", attention.reason)
+    lower = re.search(r"lower engine.max_seqs, or model.max_model_len to at most (\d+)$", attention.reason)
     assert lower, attention.reason
     for tokens, served in ((int(lower[1]), "pallas-tpu"), (int(lower[1]) + 1, "xla")):
         shorter = site("tpu", "TPU v5 lite", replace(spec, max_len=tokens))
         assert choose(shorter).choices[0].implementation == served
+
+
+def test_where_prompts_take_the_scalar_memory_the_key_for_prompts_is_named():
+    where = site("tpu", "TPU v5 lite", replace(cases.LLAMA3_8B, max_len=131072))
+    for rows, said in ((256, "lower engine.max_step_tokens, or model.max_model_len to"), (512, "max_step_tokens$")):
+        assert re.search(said, choose(replace(where, shapes=((64, 1), (rows, 32)))).choices[0].reason)
+
+
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_the_lists_of_the_nvidia_kernels_are_as_long_as_there_are_slots(monkeypatch: pytest.MonkeyPatch):
+    """A launch of 8,192 prompt tokens has 256 rows, and no more adapters than a decode launch."""
+    made: list[gpu_ops.Limits] = []
+    monkeypatch.setattr(gpu_ops, "lora_op", lambda layout, limits, *rest: made.append(limits) or XLA.lora)
+    choose(replace(site("gpu", "NVIDIA H200", cases.LLAMA2_7B), shapes=((64, 1), (256, 32))))
+    assert [limits.room(256).run for limits in made] == [32] and made[0].sequences == 64
 
 
 GPU_KERNELS = pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
@@ -184,7 +199,7 @@ LONG = replace(cases.LLAMA3_8B, max_len=1 << 20)
 @pytest.mark.parametrize(
     ("kind", "spec", "warned"),
     [
-        ("TPU v5 lite", LONG, ["attention .*lower model.max_model_len to at most 61440"]),
+        ("TPU v5 lite", LONG, ["attention .*lower engine.max_seqs, or model.max_model_len to at most 61440"]),
         ("TPU v5 lite", cases.LLAMA3_8B, []),
         ("TPU v5 lite", replace(cases.LLAMA3_8B, head_dim=64), ["attention .*head_dim = 64", "lora .*head_dim = 64"]),
         ("TPU7x", LONG, []),  # no kernels are made for it
