@@ -35,7 +35,6 @@ from jlora.loadgen.rounds import Budget, Round, Sample, Side, Unfinished, measur
 from jlora.loadgen.sample import Slo, cache, known, sample
 from jlora.loadgen.server import GrpcTarget, Server
 from jlora.loadgen.trace import Limits
-from jlora.serve.client import Login
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -131,16 +130,18 @@ def compared(rounds: Sequence[Round]) -> list[Round]:
 
 async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:
     total = sum(turn.at >= 0 for turn in drawn.turns)
-    async with Login().aio(server.address) as channel:
+    key = server.login.metadata
+    async with server.login.aio(server.address) as channel:
         control = rpc.ControlStub(channel)
         if not args.keep_cache:
-            await control.FlushCache(pb.FlushCacheRequest())
-        before = await control.GetCacheState(pb.GetCacheStateRequest())
+            await control.FlushCache(pb.FlushCacheRequest(), metadata=key)
+        before = await control.GetCacheState(pb.GetCacheStateRequest(), metadata=key)
         with tqdm(total=total, desc=server.address, unit="req", leave=False) as bar:
-            player = Player(GrpcTarget(channel), drawn, models, Pace(args.speed, args.timeout), bar.update)
+            target, pace = GrpcTarget(channel, server.login), Pace(args.speed, args.timeout)
+            player = Player(target, drawn, models, pace, bar.update)
             await player.history()
             calls = await player.play()
-        after = await control.GetCacheState(pb.GetCacheStateRequest())
+        after = await control.GetCacheState(pb.GetCacheStateRequest(), metadata=key)
     return {**sample(calls, Slo(args.slo_ttft, args.slo_tpot), args.warmup), "cache": cache(before, after)}
 
 

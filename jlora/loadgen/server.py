@@ -32,6 +32,7 @@ class Server:
     info: pb.ServerInfo
     adapters: Mapping[str, int]
     activated: frozenset[str] = frozenset()
+    login: Login = Login()
 
     def describe(self) -> Mapping[str, object]:
         names = ("version", "model", "platform", "tp", "dtype", "max_model_len", "block_tokens", "blocks")
@@ -39,25 +40,27 @@ class Server:
         return {**plain, "devices": list(self.info.devices), "config": dict(self.info.config)}
 
 
-async def look(address: str, timeout_s: float = 10.0) -> Server:
+async def look(address: str, login: Login | None = None, timeout_s: float = 10.0) -> Server:
     """Asks a server what it serves, once all its programs are compiled. Raises RuntimeError if nothing answers."""
-    async with Login().aio(address) as channel:
+    login = login or Login()
+    call = {"timeout": timeout_s, "metadata": login.metadata}
+    async with login.aio(address) as channel:
         try:
             control = rpc.ControlStub(channel)
-            while (info := await control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)).programs_left:
+            while (info := await control.GetServerInfo(pb.GetServerInfoRequest(), **call)).programs_left:
                 await asyncio.sleep(LOOK_S)
-            listed = [adapter async for adapter in _adapters(rpc.AdaptersStub(channel), timeout_s)]
+            listed = [adapter async for adapter in _adapters(rpc.AdaptersStub(channel), call)]
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"no jlora server at {address}: {e.code().name}: {e.details()}") from e
     activated = frozenset(adapter.name for adapter in listed if adapter.alora_invocation_tokens)
-    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed}, activated)
+    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed}, activated, login)
 
 
-async def _adapters(stub: rpc.AdaptersStub, timeout_s: float) -> AsyncIterator[pb.AdapterInfo]:
+async def _adapters(stub: rpc.AdaptersStub, call: Mapping[str, Any]) -> AsyncIterator[pb.AdapterInfo]:
     """Page by page."""
     asked = pb.ListAdaptersRequest()
     while True:
-        page = await stub.ListAdapters(asked, timeout=timeout_s)
+        page = await stub.ListAdapters(asked, **call)
         for adapter in page.adapters:
             yield adapter
         if not page.next_page_token:
@@ -84,12 +87,13 @@ class Failed(Exception):
 class GrpcTarget:
     """Asks a server greedy requests."""
 
-    def __init__(self, channel: grpc.aio.Channel):
-        self._stub = rpc.InferenceStub(channel)
+    def __init__(self, channel: grpc.aio.Channel, login: Login | None = None):
+        self._stub, self._login = rpc.InferenceStub(channel), login or Login()
 
     async def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
         """Streams exactly `turn.output` tokens of the adapter `model` ("": the base model). Raises Failed."""
-        stream = self._stub.GenerateStream(exactly(turn.output, prompt, model=model, session=str(turn.session)))
+        request = exactly(turn.output, prompt, model=model, session=str(turn.session))
+        stream = self._stub.GenerateStream(request, metadata=self._login.metadata)
         try:
             async for delta in stream:
                 tokens = [token for output in delta.outputs for token in output.token_ids]

@@ -11,6 +11,8 @@ from pathlib import Path
 from jlora.errors import ConfigError
 from jlora.loadgen.checkpoints import LLAMA_100M, SMALL, TINY, write_adapter, write_model
 from jlora.loadgen.server import Server, ServerProcess, flags_of, look
+from jlora.serve import client
+from jlora.serve.client import Login
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace
 from jlora.sim.workloads import mixes
@@ -22,6 +24,7 @@ def add_flags(made: Parser) -> None:
     """The flags that name servers and start them."""
     add = made.add_argument
     add("--target", nargs="+", action="extend", default=[], metavar="[NAME=]HOST:PORT", help="running servers")
+    client.add_flags(add)
     add("--config", action="append", default=[], metavar="NAME=FILE|SETS", help="a server to start here")
     add("--model", default=SMALL.name, metavar="DIR", help=f"for --config: a directory or {', '.join(RANDOM)}")
     add("--set", nargs="+", action="extend", default=[], metavar="SECTION.KEY=VALUE", help="for every --config")
@@ -49,7 +52,8 @@ def servers(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
         for name, flags in configs.items():
             print(f"starting {name}", flush=True)
             targets[name] = stack.enter_context(ServerProcess([*base, *flags])).address
-        yield {name: asyncio.run(look(address)) for name, address in targets.items()}
+        login = Login.of(args)
+        yield {name: asyncio.run(look(address, login)) for name, address in targets.items()}
 
 
 def _target(text: str) -> tuple[str, str]:

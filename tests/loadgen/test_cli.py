@@ -23,6 +23,7 @@ from jlora.loadgen.rounds import Budget, Sample, Side, Unfinished, measure
 from jlora.loadgen.sample import Slo
 from jlora.loadgen.sample import sample as sampled
 from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.serve.access import keys
 from jlora.sim.trace import COLUMNS, Turn
 from tests import _make
 
@@ -148,6 +149,16 @@ def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: P
     assert {row["adapter"]: row["requests"] for row in sample["adapters"]} == {"de": 2, "sql": 1, "": 1}
     assert sample["prompt_tokens"] == 20 + 40 + 10 + 10 and sample["cached_tokens"] > 0
     assert (tmp_path / "out" / "serve-mine.json").exists()
+
+
+@pytest.mark.slow
+def test_a_server_with_keys_is_measured_with_one_of_them(model: list[str], tmp_path: Path):
+    key, entry = keys.new("ops", "admin", ["*"])
+    (tmp_path / "keys.toml").write_text(entry)
+    with ServerProcess([*model, "--keys", str(tmp_path / "keys.toml")]) as process:
+        argv = ["--target", f"here={process.address}", "--trace", trace(tmp_path, "0,20,4,de,s", "0.1,10,3,,")]
+        assert run(tmp_path, *argv, "--key", key)["rounds"][0]["here"]["status"] == {"OK": 2}
+        assert jlora(["bench", "serve", *argv]) == 1, "it says UNAUTHENTICATED"
 
 
 @pytest.mark.slow
