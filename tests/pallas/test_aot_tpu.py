@@ -179,6 +179,15 @@ def test_a_whole_step_updates_the_pool_in_place(
     assert _aot.collectives(program.text) == want
 
 
+@SHAPES
+def test_a_step_in_float32_compiles_with_exact_products(rows: int, chunk: int, record_property: Any):
+    """Each is six passes of bfloat16, in XLA's products and in the kernels."""
+    spec = replace(cases.LLAMA3_8B, layers=2, dtype="float32")
+    program = compiled_step(spec, _aot.tpu_mesh("v5e", 1), 2, (rows, chunk))
+    record_property("compiled", program.row(f"step llama3-8b in float32, 2 layers, {rows}x{chunk}", "v5e", 1))
+    assert program.text.count("tpu_custom_call") > 1 and "operand_precision={highest,highest}" in program.text
+
+
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_step_without_adapters_has_no_lora_kernel(tp: int, record_property: Any):
     program = compiled_step(cases.LLAMA3_8B, _aot.tpu_mesh("v6e", tp), 8, (64, 1), bare=True)
