@@ -115,10 +115,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     read = partial(_weights, directory, prepared)
     runner, pool = prepared.complete(read(progress), system.clock)
     phases.end("weights")
-    needed = sources.required(config, reader)
-    smallest = max((row.blocks for row in found if row.name in needed), default=0)
-    host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found], smallest)
-    found = list(sources.held(found, host_blocks, needed))
+    host_blocks, found = _host_tier(config, found, reader)
     manager = make_manager(config, layout, host_blocks, spec, registry, system)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
@@ -152,6 +149,14 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     if runner.left:
         log.info("%d parts of further programs compile while it serves", len(runner.left))
     return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, finish)
+
+
+def _host_tier(config: Config, found: list[Row | NewAdapter], reader: Reader) -> tuple[int, list[Row | NewAdapter]]:
+    """Blocks of the host tier, and the adapters that it can hold."""
+    required = sources.required(config, reader)
+    smallest = max((item.blocks for item in found if item.name in required), default=0)
+    blocks = choose_host_blocks(config, reader.layout, [item.blocks for item in found], smallest)
+    return blocks, list(sources.held(found, blocks, required))
 
 
 def _reader(

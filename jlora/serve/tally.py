@@ -17,12 +17,14 @@ Counts = tuple[int, int, int]  # requests, prompt tokens, output tokens
 class Tally:
     """Requests and tokens of the adapters with the most requests; the others share one line.
 
-    The sum over all lines never falls. An adapter that loses its line leaves its counts to the others, and one that
-    gains a line starts from zero, which a Prometheus counter may.
+    A request counts in one line, and stays there: so the lines' increases never sum up to more than the requests. An
+    adapter that loses its line counts with the others from then on. With its line it gets back what that had, so that
+    no line falls. Only one that was forgotten meanwhile begins again at zero, which a Prometheus counter may.
     """
 
     def __init__(self) -> None:
         self._shown: dict[str, Counts] = {}
+        self._hidden: dict[str, Counts] = {}  # of adapters that have lost their line
         self._other: Counts = (0, 0, 0)
         self._requests: Counter[str] = Counter()
 
@@ -34,7 +36,7 @@ class Tally:
         """One answered request of an adapter, or of the base by its name."""
         self._requests[name] += 1
         if len(self._requests) > KNOWN:
-            self._requests = Counter(dict(self._requests.most_common(KNOWN // 2)))
+            self._forget()
         if name not in self._shown and name != OTHER:
             self._show(name)
         counts = (1, usage.prompt_tokens, usage.completion_tokens)
@@ -52,8 +54,16 @@ class Tally:
             least = min(self._shown, key=lambda shown: self._requests[shown])
             if self._requests[least] >= self._requests[name]:
                 return
-            self._other = _sum(self._other, self._shown.pop(least))
-        self._shown[name] = (0, 0, 0)
+            self._hidden[least] = self._shown.pop(least)
+        self._shown[name] = self._hidden.pop(name, (0, 0, 0))
+
+    def _forget(self) -> None:
+        """Keeps those with the most requests among the adapters that have lost a line, and among those without one."""
+        ranked = [name for name, _ in self._requests.most_common() if name not in self._shown]
+        had = [name for name in ranked if name in self._hidden][: KNOWN // 2]
+        new = [name for name in ranked if name not in self._hidden][: KNOWN // 4]
+        self._hidden = {name: self._hidden[name] for name in had}
+        self._requests = Counter({name: self._requests[name] for name in (*self._shown, *had, *new)})
 
 
 def _sum(one: Counts, two: Counts) -> Counts:

@@ -110,8 +110,8 @@ class Texts:
     async def _chat(self, chat: Chat, check: Callable[[int], None], special: bool) -> list[int]:
         tokenizer = self._tokenizer("prompt.chat")
         check_messages(len(chat.messages))
-        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-        size = sum(len(m["role"]) + len(m["content"]) for m in messages)
+        messages = [_spoken(m) for m in chat.messages]
+        size = sum(len(text) for m in messages for text in m.values())
         self._check_chars("prompt.chat", size)
 
         run = self._backend.workers.run
@@ -129,3 +129,9 @@ class Texts:
         if self._backend.tokenizer is None:
             raise FailedPrecondition(f"{field}: needs a tokenizer, and the model has none; use prompt.token_ids")
         return self._backend.tokenizer
+
+
+def _spoken(message: Message) -> dict[str, str]:
+    """The message as a template reads it; gRPC's has no name."""
+    name = getattr(message, "name", None)
+    return {"role": message.role, "content": message.content, **({} if name is None else {"name": name})}

@@ -68,8 +68,8 @@ class Answers(ABC):
         self._drawn: Counter[int] = Counter()  # tokens of a choice so far
 
     @abstractmethod
-    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
-        """The delta as a choice; `piece` of a stream."""
+    def choice(self, place: int, delta: Delta, piece: bool, first: bool) -> dict[str, Any]:
+        """The delta as a choice; a `piece` of a stream, or the `first` of that choice, as is a whole one."""
 
     def whole(self, deltas: Sequence[Sequence[Delta]], totals: Sequence[Totals]) -> dict[str, Any]:
         """The answer of a call that does not stream."""
@@ -93,13 +93,6 @@ class Answers(ABC):
         """The number of a choice: n of them for every prompt."""
         return place * self.asked.n + delta.index
 
-    def begins(self, place: int, delta: Delta) -> bool:
-        """Whether this is a choice's first piece."""
-        index = self.index(place, delta)
-        first = index not in self._begun
-        self._begun.add(index)
-        return first
-
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.asked.id, "object": kind, "created": self._created, "model": self.asked.model}
 
@@ -113,14 +106,17 @@ class Answers(ABC):
             scored, ended = delta.logprobs is not None, delta.finish_reason is not None
             delta = replace(delta, text="", token_ids=(), logprobs=() if scored else None,
                             finish_reason="length" if ended else None)  # fmt: skip
+        index = self.index(place, delta)
+        first = index not in self._begun
+        self._begun.add(index)
         made = {
-            "index": self.index(place, delta),
-            **self.choice(place, delta, piece),
+            "index": index,
+            **self.choice(place, delta, piece, first),
             "finish_reason": delta.finish_reason,
         }
         if self.asked.ids:
             made["token_ids"] = delta.token_ids
-        if self.asked.ids and not piece:
+        if self.asked.ids and first:
             made["prompt_token_ids"] = self.asked.prompts[place]
         if delta.prompt_logprobs is not None and not piece:
             made["prompt_logprobs"] = [self._by_id(entry) for entry in delta.prompt_logprobs]
@@ -143,8 +139,8 @@ class Completions(Answers):
         super().__init__(asked, tokens)
         self._chars: dict[int, int] = {}  # of a choice's text so far
 
-    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
-        echo = self.asked.echoes[place] if self.asked.echoes and self.begins(place, delta) else ""
+    def choice(self, place: int, delta: Delta, piece: bool, first: bool) -> dict[str, Any]:
+        echo = self.asked.echoes[place] if self.asked.echoes and first else ""
         return {"text": echo + delta.text, "logprobs": self._logprobs(place, delta, bool(self.asked.echoes))}
 
     def _logprobs(self, place: int, delta: Delta, echo: bool) -> dict[str, Any] | None:
@@ -172,14 +168,25 @@ class Completions(Answers):
 
 
 class ChatAnswers(Answers):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. It has one prompt, so what vLLM tells of that stands beside the choices."""
 
     object = "chat.completion"
     part = "chat.completion.chunk"
 
-    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Sequence[Delta]], totals: Sequence[Totals]) -> dict[str, Any]:
+        made = super().whole(deltas, totals)
+        for choice in made["choices"][:1]:
+            made |= {name: choice[name] for name in ("prompt_token_ids", "prompt_logprobs") if name in choice}
+        return made
+
+    def piece(self, place: int, delta: Delta) -> dict[str, Any]:
+        made = super().piece(place, delta)
+        ids = made["choices"][0].pop("prompt_token_ids", None)
+        return made if ids is None else {**made, "prompt_token_ids": ids}
+
+    def choice(self, place: int, delta: Delta, piece: bool, first: bool) -> dict[str, Any]:
         logprobs = None if delta.logprobs is None else {"content": [self._token(entry) for entry in delta.logprobs]}
-        role = {"role": "assistant"} if not piece or self.begins(place, delta) else {}
+        role = {"role": "assistant"} if first else {}
         return {"delta" if piece else "message": {**role, "content": delta.text}, "logprobs": logprobs}
 
     def _token(self, entry: TokenLogprob) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -15,6 +16,8 @@ from jlora.serve.http.call import Call
 from jlora.serve.http.schema import LoadBody, UnloadBody, read
 from jlora.serve.loading import load_adapter
 from jlora.types import AdapterInfo
+
+log = logging.getLogger(__name__)
 
 
 class Models:
@@ -46,6 +49,10 @@ class Models:
         """`POST /v1/load_lora_adapter`."""
         body = read(call.body, LoadBody)
         replica = self._backend.loaded
+        named, base = body.base_model_name or "", replica.info.model
+        if named not in ("", base):
+            said = "adapter %r: base_model_name = %r is not the base %r, and is ignored"
+            log.warning(said, body.lora_name[:60], named[:60], base)
         load = Load(body.lora_name, body.lora_path, body.pinned, body.load_inplace, body.lazy)
         info = await load_adapter(replica, load)
         await call.json({"success": True, "adapter": self._adapter(info)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10  # of a request's line and headers
@@ -19,6 +20,9 @@ class Connection(HttpToolsProtocol):
 
     A client that sends a request before it has the answer to the one before (pipelining) is cut off: uvicorn would
     not notice that it has gone while the first one runs.
+
+    A request to go on in another protocol (`Upgrade`) is answered in this one, as RFC 9110 allows. Java's client asks
+    for HTTP/2 so, with the body of its call behind the head.
     """
 
     _unfinished = 0  # bytes of a head so far
@@ -48,13 +52,35 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         before = self._borders
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         within = before == self._borders and before % 2 == 0
         self._unfinished = self._unfinished + len(data) if within else 0
         if within and (self.cycle is None or self.cycle.response_complete):
             self._expect()  # empty lines before a head begin no message, and uvicorn takes them for one
         if self._unfinished > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's head passes {HEAD_BYTES} bytes.")
+
+    def _parse(self, data: bytes) -> None:
+        """Reads a head with `Upgrade` again without it: to the parser the message is over, and its body another one."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if self.transport.is_closing():
+                return
+            if method == b"CONNECT":
+                self.send_400_response("CONNECT is not supported.")
+                return
+            lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            head = [b"%s %s HTTP/%s" % (method, self.url, version), *lines, b"", b""]
+            # A new parser: this one takes nothing more if the connection is to close.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self._parse(b"\r\n".join(head) + data[e.args[0] :])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -66,9 +92,10 @@ class Connection(HttpToolsProtocol):
         self._borders += 1
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
-        else:
+        elif not self.parser.should_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
         self._borders += 1

@@ -80,7 +80,6 @@ _MESSAGE: Mapping[str, tuple[Any, ...]] = {  # also what answers of OpenAI's and
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "name": (),
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
@@ -146,8 +145,7 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
         """
         given = {"x-session-id": header, "prompt_cache_key": self.prompt_cache_key, "user": self.user}
         name, value = next(((name, value) for name, value in given.items() if value), ("", ""))
-        if len(value) > MAX_ID_CHARS:
-            raise InvalidArgument(f"{name}: has {len(value)} characters, must have at most {MAX_ID_CHARS}")
+        _check_length(name, value)
         return value
 
     def sampling(self, **others: Any) -> SamplingParams:
@@ -202,10 +200,11 @@ class Part(Struct):
 
 
 class MessageBody(_with(Body, _MESSAGE), kw_only=True):
-    """A message of a chat, its content a string or parts of text."""
+    """A message of a chat, its content a string or parts of text. `name` says who speaks."""
 
     role: str
     content: str | list[Part] | None = None
+    name: str | None = None
 
 
 class Turn(Struct):
@@ -213,6 +212,7 @@ class Turn(Struct):
 
     role: str
     content: str
+    name: str | None = None
 
 
 class ChatBody(_with(GenerationBody, _CHAT), kw_only=True):
@@ -276,10 +276,11 @@ class PrefetchBody(Body, kw_only=True):
 
 
 class LoadBody(Body, kw_only=True):
-    """`/v1/load_lora_adapter`, with `pinned` as SGLang has it, and `lazy`."""
+    """`/v1/load_lora_adapter`, with `pinned` as SGLang has it, and `lazy`. `base_model_name` is a label."""
 
     lora_name: str
     lora_path: str
+    base_model_name: str | None = None
     load_inplace: bool = False
     pinned: bool = False
     lazy: bool = False
@@ -308,11 +309,12 @@ def conversation(messages: Sequence[MessageBody], ask: bool) -> Chat:
     check_messages(len(messages))
     if (parts := sum(len(m.content) for m in messages if isinstance(m.content, list))) > MAX_PARTS:
         raise InvalidArgument(f"messages: their contents have {parts} parts, must have at most {MAX_PARTS}")
-    return Chat([Turn(m.role, _content(m, f"messages[{i}]")) for i, m in enumerate(messages)], ask)
+    return Chat([Turn(m.role, _content(m, f"messages[{i}]"), m.name) for i, m in enumerate(messages)], ask)
 
 
 def _content(message: MessageBody, where: str) -> str:
     _check_unused(message, f"{where}.")
+    _check_length(f"{where}.name", message.name or "")
     if isinstance(message.content, str):
         return message.content
     if not message.content:
@@ -323,6 +325,11 @@ def _content(message: MessageBody, where: str) -> str:
         if part.text is None:
             raise InvalidArgument(f"{where}.content[{i}].text: is missing")
     return "\n".join(part.text or "" for part in message.content)
+
+
+def _check_length(name: str, value: str) -> None:
+    if len(value) > MAX_ID_CHARS:
+        raise InvalidArgument(f"{name}: has {len(value)} characters, must have at most {MAX_ID_CHARS}")
 
 
 _UNUSED = {

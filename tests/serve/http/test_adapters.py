@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -96,6 +97,19 @@ def test_invalid_files_are_refused_and_disturb_nobody(
     asking.join(60)
     assert texts == [want] * 5
     assert "bad" not in {model.id for model in client.models.list()}
+
+
+def test_the_base_that_a_gateways_sidecar_names_is_a_label(
+    http: httpx.Client, path: Path, caplog: pytest.LogCaptureFixture
+):
+    for label, warnings in ((None, 0), ("", 0), ("base", 0), ("meta-llama/\nLlama", 1)):
+        with caplog.at_level(logging.WARNING, "jlora"):
+            caplog.clear()
+            assert load(http, "new", path, load_inplace=True, base_model_name=label).status_code == 200
+            said = [record.getMessage() for record in caplog.records]
+        assert len(said) == warnings, said
+    assert "base_model_name = 'meta-llama/\\nLlama' is not the base 'base'" in said[0]
+    assert load(http, "new", path, load_inplace=True, base_model_name=5).status_code == 400
 
 
 @pytest.mark.parametrize(

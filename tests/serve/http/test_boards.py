@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import shutil
 import socket
@@ -136,18 +138,57 @@ def test_a_real_prometheus_answers_the_boards_queries(served: Served, http: http
         process.wait()
 
 
-def test_a_tally_is_bounded_and_its_sum_never_falls():
+class Scraped:
+    """What Prometheus makes of a tally's lines, scrape by scrape: how much all of them have grown together."""
+
+    def __init__(self, tally: Tally):
+        self._tally = tally
+        self._last: dict[str, int] = {}
+        self.grown = 0
+
+    def look(self) -> None:
+        lines = self._tally.lines()
+        assert len(lines) <= SHOWN + 1 and len(self._tally) <= KNOWN
+        for name, (requests, prompt, output) in lines.items():
+            assert (prompt, output) == (3 * requests, 5 * requests)
+            assert requests >= self._last.get(name, 0), name
+            self.grown += requests - self._last.get(name, 0)
+            self._last[name] = requests
+
+
+@pytest.mark.parametrize(
+    ("adapters", "skew"),
+    [
+        (60, 1.0),  # all have a line
+        (200, 0.0),  # equally popular: they take the lines from each other
+        (1000, 1.0),
+        (5000, 0.7),  # more than it remembers
+    ],
+)
+def test_a_tally_never_shows_more_than_was_asked(adapters: int, skew: float):
+    draw, tally = random.Random(1), Tally()
+    scraped = Scraped(tally)
+    weights = list(itertools.accumulate((i + 1) ** -skew for i in range(adapters)))
+    for asked, i in enumerate(draw.choices(range(adapters), cum_weights=weights, k=12_000), 1):
+        tally.add(f"a{i if asked < 6000 else adapters - i}", Usage(3, 0, 5))  # others become popular
+        if asked % 100 == 0:
+            scraped.look()
+            assert scraped.grown <= asked
+    assert scraped.grown > asked / 2  # all but what lines had gained since the last look when they were lost
+
+
+def test_a_tally_keeps_the_lines_of_the_most_popular():
     tally, usage = Tally(), Usage(3, 0, 5)
+    scraped = Scraped(tally)
     for i in range(3 * KNOWN):
         tally.add(f"once{i}", usage)
         tally.add(f"often{i % SHOWN}", usage)
-        if i % 100 == 0:
-            lines = tally.lines()
-            assert len(lines) <= SHOWN + 1
-            assert sum(requests for requests, _, _ in lines.values()) == 2 * (i + 1)
+        scraped.look()
+        assert scraped.grown == 2 * (i + 1)
     assert set(tally.lines()) == {OTHER, *(f"often{i}" for i in range(SHOWN))}
     tally.add(OTHER, usage)  # an adapter may have that name
-    assert sum(output for _, _, output in tally.lines().values()) == 5 * (6 * KNOWN + 1)
+    scraped.look()
+    assert scraped.grown == 6 * KNOWN + 1
 
 
 def test_requests_count_by_adapter(served: Served, http: httpx.Client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import Future
 from typing import Any, get_type_hints
 
@@ -20,6 +21,7 @@ from jlora.engine.local import LocalReplica
 from jlora.replica import Sink
 from jlora.serve.http.schema import ChatBody, CompletionBody, MessageBody, StreamOptions
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.template import Template
 from jlora.types import Request, SamplingParams
 from tests.serve._server import MAX_LEN, Served, request
 
@@ -254,6 +256,68 @@ def test_prompt_logprobs_have_vllms_form(client: openai.OpenAI, served: Served):
     for entry, expected in zip(entries[1:], want[1:], strict=True):
         assert entry[str(expected.token_id)]["logprob"] == pytest.approx(expected.logprob, abs=1e-5)
         assert len(entry) in (2, 3) and all(set(value) == {"logprob", "decoded_token"} for value in entry.values())
+
+
+def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a stream, without its end."""
+    with http.stream("POST", path, json={**body, "stream": True}) as answer:
+        return [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: {")]
+
+
+def test_a_chats_prompt_is_told_where_vllm_tells_it(http: httpx.Client):
+    messages = [{"role": "user", "content": "Hello"}]
+    want = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    asked: dict[str, Any] = {"messages": messages, "n": 2, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    whole = http.post("/v1/chat/completions", json={**asked, "return_token_ids": True, "prompt_logprobs": 1}).json()
+    assert [whole["prompt_token_ids"], *(c["prompt_token_ids"] for c in whole["choices"])] == [want] * 3
+    scores = [whole["prompt_logprobs"], *(c["prompt_logprobs"] for c in whole["choices"])]
+    assert len(scores[0]) == len(want) and scores[0] == scores[1] == scores[2]
+
+    pieces = events(http, "/v1/chat/completions", {**asked, "return_token_ids": True})
+    told = dict[int, list[Any]]()
+    for piece in pieces:
+        (choice,) = piece["choices"]
+        assert "prompt_token_ids" not in choice
+        told.setdefault(choice["index"], []).append(piece.get("prompt_token_ids"))
+    assert sorted(told) == [0, 1]
+    assert all(first == want and later and not any(later) for first, *later in told.values())
+    assert "prompt_token_ids" not in str([http.post("/v1/chat/completions", json=asked).json(),
+                                          *events(http, "/v1/chat/completions", asked)])  # fmt: skip
+
+
+def test_a_stream_tells_each_prompts_ids_with_its_first_piece(http: httpx.Client):
+    prompts = ["Hello", "Good day"]
+    want = [http.post("/tokenize", json={"prompt": prompt}).json()["tokens"] for prompt in prompts]
+    fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "echo": True, "return_token_ids": True}
+    told: list[list[Any]] = [[], []]
+    for piece in events(http, "/v1/completions", {"prompt": prompts, **fields}):
+        (choice,) = piece["choices"]
+        assert "prompt_token_ids" not in piece
+        told[choice["index"]].append(choice.get("prompt_token_ids"))
+    assert [first for first, *_ in told] == want
+    assert all(len(some) > 1 and not any(some[1:]) for some in told)
+
+
+def test_the_name_of_who_speaks_is_taken(http: httpx.Client):
+    """AutoGen sends one with every message."""
+    user = {"role": "user", "content": "Hello"}
+    tokens = [
+        http.post("/tokenize", json={"messages": [{**user, **named}]}).json()["tokens"]
+        for named in ({}, {"name": None}, {"name": ""}, {"name": "alice"}, {"name": "x" * 256})
+    ]
+    assert all(some == tokens[0] for some in tokens)
+    said = http.post("/v1/chat/completions", json={"messages": [{**user, "name": "alice"}], "max_tokens": 2})
+    assert said.status_code == 200 and said.json()["usage"]["prompt_tokens"] == len(tokens[0])
+
+
+def test_a_template_sees_the_name_of_who_speaks(http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch):
+    source = "{% for m in messages %}<{{ m.name if m.name is defined else '-' }}>{{ m.content }}{% endfor %}"
+    tokenizer, template = served.backend.tokenizer, Template(source)
+    monkeypatch.setattr(tokenizer, "render", lambda messages, ask=True: template.render(messages, ask, {}))
+    said = [{"role": "user", "content": "Hi", "name": "alice"}, {"role": "user", "content": "Ho", "name": None}]
+    got = http.post("/tokenize", json={"messages": said}).json()["tokens"]
+    plain = {"prompt": "<alice>Hi<->Ho", "add_special_tokens": False}
+    assert got == http.post("/tokenize", json=plain).json()["tokens"]
 
 
 def test_parts_of_text_are_a_text(client: openai.OpenAI):

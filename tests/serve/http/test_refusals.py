@@ -160,7 +160,8 @@ def test_messages_that_are_no_text_are_refused(http: httpx.Client):
     assert first["message"].startswith("messages[1].content[1].type = 'image_url': is not supported")
     assert said({"role": "assistant", "content": None})["param"] == "messages[0].content"
     assert said({"role": "tool", "content": "x", "tool_call_id": "1"})["param"] == "messages[0].tool_call_id"
-    assert said({**USER, "name": "me"})["param"] == "messages[0].name"
+    assert said(USER, {**USER, "name": "x" * 257})["message"].startswith("messages[1].name: has 257 characters")
+    assert "name" in said({**USER, "name": 5})["message"]
     assert "role" in said({"content": "x"})["message"]
     assert said()["param"] == "messages"
     assert said(USER, top_logprobs=2)["param"] == "top_logprobs"
