@@ -322,10 +322,10 @@ class LLM:
 
 
 def _close(replica: Replica) -> None:
-    try:
+    if threading.current_thread().name.startswith("jlora-"):  # a garbage collection runs on any thread
+        threading.Thread(target=replica.close, name="jlora-close").start()  # none can wait for its own end
+    else:
         replica.close()
-    except RuntimeError:  # a garbage collection runs on any thread, also on the engine's, which cannot wait for itself
-        threading.Thread(target=replica.close, name="jlora-close").start()
 
 
 def _completion(whole: Delta) -> Completion:

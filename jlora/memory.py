@@ -11,7 +11,7 @@ from jlora.machine import UNLIMITED, spare_bytes
 
 KEPT_BYTES = 128 << 20  # that the host tier leaves at least to what comes and goes: steps, texts, answers
 COMPILE_BYTES = 256 << 20  # without which no program is compiled beside the steps
-WAIT_S = 30.0  # for others that were promised memory: a disk that hangs would hold it for ever
+WAIT_S = 10.0  # for others that were promised memory: a disk that hangs would hold it for ever
 
 
 class Memory:
@@ -21,10 +21,9 @@ class Memory:
     side, for seconds.
     """
 
-    def __init__(self, spare: Callable[[], int] = spare_bytes, wait_s: float = WAIT_S):
+    def __init__(self, spare: Callable[[], int] = spare_bytes):
         """`spare`: bytes that machine and container can still give."""
         self._spare = spare
-        self._wait_s = wait_s
         self._promised = 0
         self._ended = threading.Condition()
 
@@ -33,12 +32,12 @@ class Memory:
         return max(0, self._spare() - self._promised - kept)
 
     @contextmanager
-    def promised(self, need: int, what: str) -> Iterator[None]:
+    def promised(self, need: int, what: str, wait_s: float = WAIT_S) -> Iterator[None]:
         """Keeps `need` bytes for the work inside, and waits for such work of others first if it must.
 
         Raises MemoryError if they are not there when that has ended, or after `wait_s` seconds.
         """
-        last = time.monotonic() + self._wait_s
+        last = time.monotonic() + wait_s
         with self._ended:
             while need > (spare := self._spare() - self._promised):
                 if not self._promised or not self._ended.wait(last - time.monotonic()):

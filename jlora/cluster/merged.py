@@ -16,7 +16,7 @@ from jlora.types import CacheState, EngineStats, MergeState, Owners, TierState
 from jlora.validation import Limits
 
 # What must be equal, or an answer would depend on the replica.
-SAME = ("model", "dtype", "eos_ids")
+SAME = ("model", "dtype")
 FORMS = ("one_row", "kernels")  # of the same products, added in another order
 NOW = ("running", "waiting", "live_requests", "programs_left")  # of `EngineStats`
 COUNTERS = (
@@ -35,14 +35,18 @@ def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in SAME}
     pairs["target_modules"] = one.config.adapters.target_modules, other.config.adapters.target_modules
     pairs["vocab"] = one.limits.vocab, other.limits.vocab
+    ends = set(one.eos_ids), set(other.eos_ids)
+    if not (ends[0] <= ends[1] or ends[1] <= ends[0]):  # another release may know one more: see `rounding`
+        pairs["eos_ids"] = one.eos_ids, other.eos_ids
     if one.base and other.base:
         pairs["weights"] = one.base[:12], other.base[:12]
     return ", ".join(f"{name} {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
 
 
 def rounding(one: ReplicaInfo, other: ReplicaInfo) -> str:
-    """In what two replicas differ that makes them round differently; "" if in nothing."""
+    """In what two replicas differ that may make them round or end differently; "" if in nothing."""
     pairs = {f"engine.{name}": (getattr(one.config.engine, name), getattr(other.config.engine, name)) for name in FORMS}
+    pairs["eos_ids"] = one.eos_ids, other.eos_ids
     pairs["devices"] = _kinds(one), _kinds(other)  # they decide what "auto" takes, and how XLA adds
     return ", ".join(f"{name} = {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
 

@@ -24,6 +24,8 @@ from jlora.doctor import checks, journal, rates, steps
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal, Order
 from jlora.doctor.steps import Steps
+from jlora.errors import ConfigError
+from jlora.model.sharding import all_devices
 from jlora.model.spec import ModelSpec
 from jlora.pallas.cases import SMALL_ATTENTION, SMALL_LORA, TINY
 from jlora.sim.hardware import MODELS
@@ -60,7 +62,12 @@ def main(argv: Sequence[str]) -> int:
     until, path = time.monotonic() + order.seconds, Path(order.to)
     before, writes = journal.read(path), Journal(path)
     writes.begin("the device's start")
-    part = Part(order, writes, until, before, jax.default_backend() == "cpu")
+    try:
+        platform = all_devices()[0].platform
+    except ConfigError as e:
+        print(f"jlora doctor: {e}", file=sys.stderr, flush=True)
+        return 1
+    part = Part(order, writes, until, before, platform == "cpu")
     if PARTS[order.part](part):
         part.journal.end()
         return 0

@@ -210,7 +210,7 @@ def make_manager(
 
     def spare() -> int:
         read = sources.READING * registry.largest * layout.block_bytes
-        return system.memory.beside(max(KEPT_BYTES, step, read)) // layout.block_bytes
+        return system.memory.beside(max(KEPT_BYTES, step + read)) // layout.block_bytes
 
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(spec.max_len), spare)
     return CacheManager(sizes, policy, system.clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)

@@ -33,7 +33,7 @@ from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
-from jlora.memory import Memory, unlimited
+from jlora.memory import WAIT_S, Memory, unlimited
 from jlora.model.spec import TARGETS, ModelSpec
 from jlora.ports import Clock, Files, Stamp
 
@@ -49,7 +49,7 @@ class Reader:
     Attributes:
         base_names: what an adapter may call this base.
         targets: `adapters.target_modules`.
-        memory: what reading takes is promised there.
+        memory: what reading takes is promised there; wait_s: seconds that a read may wait for others' memory.
     """
 
     spec: ModelSpec
@@ -60,6 +60,7 @@ class Reader:
     clock: Clock
     targets: str = "all"
     memory: Memory = field(default_factory=unlimited)
+    wait_s: float = WAIT_S
 
     @property
     def fits(self) -> str:
@@ -113,7 +114,7 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
         def check(ranks: Iterable[tuple[str, int]]) -> None:
             need = READING * reader.check_ranks(name, ranks) * reader.layout.block_bytes
             held.close()  # the files have changed, and are read again
-            held.enter_context(reader.memory.promised(need, f"{name}: reading it"))
+            held.enter_context(reader.memory.promised(need, f"{name}: reading it", reader.wait_s))
             nonlocal began
             began = reader.clock()  # what it waited for is no part of what it takes
 

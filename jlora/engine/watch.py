@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from jlora.adapters.names import check_name, removed
@@ -46,14 +47,14 @@ class Watch:
         directory = built.info.config.adapters.dir
         self._system = system
         self._adapters = built.engine.adapters
-        self._reader = built.reader
+        self._reader = replace(built.reader, wait_s=0.0)  # the next round reads what finds no memory in this one
         self._catalogue = built.catalogue
         self._directory = os.path.abspath(directory) if directory else ""
         self._between_steps = between_steps
         self._ended = system.threads.event()
         self._known = {record.path for record in self._adapters.records()}
         self._refused: dict[str, Stamp] = {}  # directories that are no adapters as they are, or were unloaded
-        self._told: dict[str, Stamp] = {}  # those that the log has named
+        self._waits: dict[str, Stamp] = {}  # those for which there is no room; the log has named them
         # uid of an adapter in memory -> the files at its path, which are not its own (None: there are none)
         self._others: dict[int, Stamp | None] = {}
         self._read_s = 0.0  # that this round has read for
@@ -93,10 +94,10 @@ class Watch:
             elif stamp not in (None, record.stamp) and not record.digest:
                 self._register(record.name, record.path, record)
         names, found = {record.name for record in records}, list(self._found())
+        there = {path for _, path in found}
+        self._waits = {path: stamp for path, stamp in self._waits.items() if path in there}
         if len(self._refused) > MOST_REFUSED:
-            there = {path for _, path in found}
             self._refused = {path: stamp for path, stamp in self._refused.items() if path in there}
-            self._told = {path: stamp for path, stamp in self._told.items() if path in there}
         for name, path in found:
             if path not in self._known and name not in names:
                 self._register(name, path)
@@ -124,19 +125,24 @@ class Watch:
             log.warning("adapter %s: its files are gone; it is served from memory", record.name)
             self._others[uid] = None
             own = False
-        elif self._read_s < READ_S:
-            return self._recognise(record, stamp)
+        elif self._read_s < READ_S and (found := self._recognise(record, stamp)) is not None:
+            return found
         else:  # a copy of another replica's may leave until it is known whether the disk has it
             own = not record.stamp and record.node.backed
         return None if own == record.node.backed else Compared(record, stamp, own)
 
-    def _recognise(self, record: Record, stamp: Stamp) -> Compared:
-        """Reads what has come to the adapter's path: files may be touched, copied or restored without a change."""
+    def _recognise(self, record: Record, stamp: Stamp) -> Compared | None:
+        """Reads what has come to the adapter's path: files may be touched, copied or restored without a change.
+
+        None if there is no memory to read it now.
+        """
         began = self._system.clock()
         try:
             new = read_adapter(record.name, record.path, self._reader)
             check_version(record, new.digest, new.header)
-        except (JloraError, MemoryError) as e:
+        except MemoryError:
+            return None
+        except JloraError as e:
             self._others[record.node.uid] = stamp
             log.warning(
                 "adapter %s is served from memory: its files have changed or cannot be read: %s", record.name, e
@@ -173,9 +179,17 @@ class Watch:
         row, adapters = self._catalogue.row(name), self._adapters  # its errors are not the adapter's
         try:
             new = pinned_as(row, scan_adapter(name, path, self._reader))
+        except JloraError as e:
+            self._leave_out(name, path, stamp, e)
+            return
+        try:
             self._now(lambda: adapters.register(new) if old is None else adapters.renew(old, new))
         except Unavailable:
             raise
+        except ResourceExhausted as e:  # pins leave no room, or the engine is busy: the next round tries again
+            if self._waits.get(path) != stamp:
+                log.warning("adapter %r is left out for now: %s", name, e)
+            self._waits[path] = stamp
         except JloraError as e:
             self._leave_out(name, path, stamp, e)
         else:
@@ -185,11 +199,8 @@ class Watch:
                 self._pin(name)
 
     def _leave_out(self, name: str, path: str, stamp: Stamp, error: JloraError) -> None:
-        if self._told.get(path) != stamp:
-            log.warning("adapter %r is left out as it is: %s", name, error)
-        self._told[path] = stamp
-        if not isinstance(error, ResourceExhausted):  # room may come: the next round tries again
-            self._refused[path] = stamp
+        log.warning("adapter %r is left out as it is: %s", name, error)
+        self._refused[path] = stamp
 
     def _pin(self, name: str) -> None:
         """Pins an adapter again once it is read."""

@@ -179,7 +179,7 @@ def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool)
     with ExitStack() as files:
         tensors, tied_head = _open(directory, spec, files)
         if tied_head is not None:
-            _check_tied(tied_head, next(tensor for tensor in tensors if tensor.slot == tied_head.slot))
+            _check_tied(spec, tied_head, next(tensor for tensor in tensors if tensor.slot == tied_head.slot))
         total = sum(tensor.nbytes for tensor in tensors)
         with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
             for tensor in tensors:
@@ -212,11 +212,12 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> _Opened:
     return _Opened(sorted(found.values(), key=lambda tensor: tensor.slot.layer is not None), tied_head)
 
 
-def _check_tied(head: _Tensor, embedding: _Tensor) -> None:
+def _check_tied(spec: ModelSpec, head: _Tensor, embedding: _Tensor) -> None:
     """Raises InvalidArgument if a head of its own would be lost: transformers 5 keeps it, and 4 drops it."""
     for i in range(0, head.slot.shape[0], COMPARED_ROWS):
-        one, other = (tensor.read_rows(i, i + COMPARED_ROWS) for tensor in (head, embedding))
-        if one.dtype != other.dtype or one.tobytes() != other.tobytes():
+        rows = (tensor.read_rows(i, i + COMPARED_ROWS) for tensor in (head, embedding))
+        one, other = (part.astype(spec.dtype) for part in rows)  # as they would be served
+        if one.tobytes() != other.tobytes():
             raise InvalidArgument(
                 f"{head.file}: {HEAD} differs from {EMBEDDING}, and {CONFIG} has tie_word_embeddings = true: "
                 f"set it to false, or remove {HEAD}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -22,22 +24,26 @@ def make_mesh(tp: int) -> Mesh:
     Raises:
         ConfigError: this process sees fewer, or none of those that the installed jax is for.
     """
-    devices = _devices()
+    devices = all_devices()
     if tp > len(devices):
         raise ConfigError(f"model.tp = {tp}: this process sees {len(devices)} {devices[0].platform} devices")
     return Mesh(np.array(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
 
 
-def _devices() -> list[jax.Device]:
-    """What jax computes on. jax takes the CPU without a word where it finds no accelerator, and is slow then."""
-    chosen = jax.config.jax_platforms or ""
+def all_devices() -> list[jax.Device]:
+    """What jax computes on. jax takes the CPU without a word where it finds no accelerator, and is slow then.
+
+    Raises ConfigError if there is nothing, or no accelerator although jax was installed for one.
+    """
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as e:  # an old driver; a chip of another process; none of this platform
         reason = str(e).partition("\n")[0] or "there is no such device"
-        raise ConfigError(f"no device, with JAX_PLATFORMS={chosen!r}: {reason}") from e
+        raise ConfigError(f"no device, with JAX_PLATFORMS={jax.config.jax_platforms or ''!r}: {reason}") from e
     made_for = [name for name in (*machine.PLUGINS, "libtpu") if machine.version(name)]
-    if devices[0].platform == "cpu" and made_for and "cpu" not in chosen:
+    # jax has read the environment when it was imported; in a notebook, it may say more by now.
+    asked = (jax.config.jax_platforms, *map(os.environ.get, ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")))
+    if devices[0].platform == "cpu" and made_for and not any("cpu" in (names or "") for names in asked):
         raise ConfigError(
             f"no accelerator: {made_for[0]} is installed, and jax finds only the CPU; see that the driver is loaded, "
             "that this container may use the device, and that no other process has it, or set JAX_PLATFORMS=cpu"

@@ -52,6 +52,10 @@ def test_replicas_that_add_in_another_order_are_named():
     assert merged.rounding(INFO, other) == "engine.one_row = 'on', not 'auto'"
     two, kind = (replace(INFO, devices=devices) for devices in (("cpu 0", "cpu 1"), ("NVIDIA A100 0",)))
     one = replace(INFO, devices=("cpu 7",))
+    more = replace(INFO, eos_ids=(*INFO.eos_ids, 77))  # of a release that knows one more: upgrades go one by one
+    assert not merged.difference(INFO, more) and not merged.difference(more, INFO)
+    assert "eos_ids = " in merged.rounding(INFO, more)
+    assert "eos_ids" in merged.difference(more, replace(INFO, eos_ids=(78,)))
     assert not merged.rounding(replace(INFO, devices=("cpu 0",)), one)
     assert merged.rounding(two, one) == "devices = 'cpu', not 'cpu, cpu'"
     assert merged.rounding(kind, one) == "devices = 'cpu', not 'NVIDIA A100'"

@@ -161,7 +161,7 @@ def test_the_time_of_a_read_has_no_wait_for_memory(library: list[NewAdapter]):
     now, memory = [0.0], Memory(lambda: UNLIMITED)
 
     @contextmanager
-    def waits(need: int, what: str) -> Iterator[None]:
+    def waits(need: int, what: str, wait_s: float) -> Iterator[None]:
         now[0] += 25.0
         yield
 

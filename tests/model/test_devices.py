@@ -14,9 +14,10 @@ from jlora.model import sharding
 
 
 @pytest.fixture
-def platforms() -> Iterator[Callable[[str], None]]:
+def platforms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Sets what JAX_PLATFORMS says, once the CPU's devices are there."""
     before = jax.devices(), jax.config.jax_platforms
+    monkeypatch.delenv("JAX_PLATFORMS")
     yield lambda names: jax.config.update("jax_platforms", names)
     jax.config.update("jax_platforms", before[1])
 
@@ -53,5 +54,8 @@ def test_the_cpu_serves_beside_an_accelerators_plugin_only_if_it_is_asked_for(
     platforms("")
     with pytest.raises(ConfigError, match=f"no accelerator: {plugin} is installed.*JAX_PLATFORMS=cpu"):
         sharding.make_mesh(1)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert sharding.make_mesh(1).size == 1, "a notebook has followed the advice"
+    monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr(machine, "version", lambda name: "")
     assert sharding.make_mesh(1).size == 1, "a CPU's own jax"
