@@ -253,6 +253,7 @@ class Attached:
             # Also beyond those of an earlier link of this router to the address. The clock of the wall may go back.
             self._epoch = max(self._epoch + 1, int(1e9 * self._terms.clock()))
             hello = link.Hello(router=self._terms.router, epoch=self._epoch, protocol=wire.PROTOCOL, beat_s=BEAT_S)
+            hello.replica = self.name
             async with asyncio.timeout(HELLO_S):
                 await call.write(link.ToReplica(hello=hello))
                 first = await call.read()

@@ -1,6 +1,7 @@
 """The adapters of the service: registered once, and at replicas as versions that never mix.
 
-load      one replica reads and checks it under the version's key; then the registry has it; then requests see it
+load      one replica reads and checks it under the version's key; then the registry has it; then requests see it,
+          at every router that follows
 unload    its name is unknown at once; replicas drop it after its last request
 pin       at every replica that is up, and at those that come (`jlora.cluster.upkeep`); of two calls the later one
 
@@ -128,20 +129,20 @@ class Controller(Directory):
 
         def run() -> None:
             try:
-                info = self._load(load, answer)
+                info, epoch = self._load(load, answer)
             except CancelledError:
                 if not answer.cancelled():
                     answer.cancel()
             except Exception as e:
                 if answer.running() or answer.set_running_or_notify_cancel():
                     answer.set_exception(e)
-            else:
-                answer.set_result(info)
+            else:  # its caller's next request may go to any router, and must not get the version before
+                self.uses.tell(epoch, lambda: answer.set_result(info))
 
         return answer if self._submit(run) else failed(Unavailable("the controller has stopped"))
 
-    def _load(self, load: Load, answer: Future[AdapterInfo]) -> AdapterInfo:
-        """Publishes a version, unless the caller cancels `answer` before."""
+    def _load(self, load: Load, answer: Future[AdapterInfo]) -> tuple[AdapterInfo, int]:
+        """Publishes a version, from the returned epoch on, unless the caller cancels `answer` before."""
         name = check_name(load.name)
         if not load.replace:
             self._check_free(name)
@@ -155,11 +156,11 @@ class Controller(Directory):
                         self._check_free(name)
                     if not answer.set_running_or_notify_cancel():  # from here on it is too late to cancel
                         raise CancelledError
-                    self._publish(row_of(version, info, load.pinned, self._system.wall()))
+                    epoch = self._publish(row_of(version, info, load.pinned, self._system.wall()))
             except BaseException:
                 self._drop(version.key)
                 raise
-        return replace(info, name=name, uid=version.number, pinned=load.pinned)
+        return replace(info, name=name, uid=version.number, pinned=load.pinned), epoch
 
     def _read(self, load: Load, wanted: Callable[[], bool], kept: ExitStack) -> tuple[Version, AdapterInfo]:
         """Has one replica read and check a new version; if it dies meanwhile, another one.
@@ -191,14 +192,15 @@ class Controller(Directory):
         kept.enter_context(self._kept(version.key))
         return version
 
-    def _publish(self, row: Row) -> None:
-        """Requests see the version from now on; the one before is dropped after its last request."""
+    def _publish(self, row: Row) -> int:
+        """Requests see the version from now on; the one before is dropped after its last request. The table's epoch."""
         old = self.registry.find(row.name)
         self.registry.put([row])
         epoch = self.table.changed([row.name])
         log.info("adapter %s is loaded as version %d", row.name, row.uid)
         if old is not None:
             self._retire(old, epoch, self._drop)
+        return epoch
 
     def _retire(self, row: Row, epoch: int, then: Callable[[str], object]) -> None:
         """Calls `then` with the key of a version that is not current any more, once nobody needs it."""
@@ -324,7 +326,13 @@ class Controller(Directory):
                     raise
             # Not loaded from its path: requests find a version by its key at once, so it must never hold other weights.
             self.calls.hold(member.address, version, self.peers(version, member.name)).result(wanted)
-            return self.calls.pin(member.address, version.key, True).result(wanted)
+            try:
+                return self.calls.pin(member.address, version.key, True).result(wanted)
+            except NotFound as e:
+                if not self.wanted(version.key):
+                    raise
+                # It has read other weights meanwhile, and forgotten the version over it.
+                raise DataLoss(f"adapter {version.key!r}: its files have changed on the disk; restore them") from e
 
         return result
 

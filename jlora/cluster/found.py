@@ -26,6 +26,8 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
+MOST_REFUSED = 10_000  # directories that are remembered, beside those of `adapters.paths` and `adapters.dir`
+
 
 class Found:
     """Looks at the disk, as this process sees it. One thread at a time calls `look`."""
@@ -79,7 +81,12 @@ class Found:
         return stamp is not None and (not row.stamp or stamp == tuple(row.stamp))
 
     def _rows(self, registry: Registry, tolerant: bool) -> Iterator[Row]:
-        for name, path in at_start(self._adapters.paths, self._adapters.dir, self._files, tolerant).items():
+        found = at_start(self._adapters.paths, self._adapters.dir, self._files, tolerant)
+        if len(self._refused) > MOST_REFUSED:
+            there = set(map(os.path.abspath, found.values()))
+            for path in [path for path in list(self._refused) if path not in there]:
+                self._refused.pop(path, None)  # in place: a client may unload one just now
+        for name, path in found.items():
             path, stamp = os.path.abspath(path), self._stamp(path)
             known = registry.find(name)
             if known is not None and (known.digest or known.path != path or tuple(known.stamp) == stamp):

@@ -1,7 +1,7 @@
 """The router's process: the fronts over a `Router`. It starts the replicas if the fleet does, and never imports jax.
 
 bind the ports, and answer UNAVAILABLE
-start the fleet, and wait until a replica is attached, and a little for the others
+start the fleet, and wait until a replica is attached and the adapters are known, and a little for the others
 print the ready line, health SERVING
 SIGTERM or SIGINT: as `jlora serve`; then the fleet stops
 """
@@ -12,13 +12,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from jlora.cluster.attach import Terms
 from jlora.cluster.directory import Directory
@@ -28,6 +25,7 @@ from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.routes import ways_of
 from jlora.cluster.routing.ways import Ways
 from jlora.config import ClusterConfig, Config
+from jlora.engine.futures import done
 from jlora.errors import Unavailable
 from jlora.model.hub import resolve
 from jlora.ports import Threads
@@ -55,6 +53,7 @@ class Parts:
         threads: have started, or start, those of the other parts.
         token: the secret that routers and replicas share.
         services: gRPC services on the router's port, beside those of `jlora.v1`.
+        known: ends once the directory knows the service's adapters.
     """
 
     fleet: Fleet
@@ -63,6 +62,7 @@ class Parts:
     threads: Threads
     token: str = ""
     services: tuple[Service, ...] = ()
+    known: Future[None] = field(default_factory=lambda: done(None))
 
 
 def launch(config: Config, parts: Parts) -> int:
@@ -80,23 +80,6 @@ def program(parts: Parts, cluster: ClusterConfig) -> Program:
     return Program("jlora cluster", load, _ready, parts.services, replicas=replicas, threads=parts.threads)
 
 
-@dataclass(frozen=True, slots=True)
-class Member(Login):
-    """A login at processes of the service, whose certificates all have `name`; "": each has its address."""
-
-    name: str = ""
-
-    def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-        return Login.channel(self, server, (*options, *self._named))
-
-    def aio(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        return Login.aio(self, server, (*options, *self._named))
-
-    @property
-    def _named(self) -> tuple[tuple[str, str], ...]:
-        return (("grpc.ssl_target_name_override", self.name),) if self.name else ()
-
-
 def login(config: Config, token: str) -> Login:
     """What a process of the service shows another one.
 
@@ -106,7 +89,7 @@ def login(config: Config, token: str) -> Login:
     """
     serve = config.serve
     ca = serve.tls_client_ca or serve.tls_cert
-    return Member(token, ca, serve.tls_cert, serve.tls_key, config.cluster.tls_name) if ca else Login(token)
+    return Login(token, ca, serve.tls_cert, serve.tls_key, config.cluster.tls_name) if ca else Login(token)
 
 
 async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
@@ -114,23 +97,31 @@ async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None
     balance_s = config.cluster.balance_s if config.cluster.balance == "dlora" else 0.0
     path = config.engine.step_model
     ways = ways_of(FittedSteps.read(Path(path))) if balance_s and path else Ways()
-    router = Router(parts.directory, parts.policy, terms, config.model.seed, balance_s, ways)
+    router = Router(parts.directory, parts.policy, terms, _seed(config, terms.router), balance_s, ways)
     starting = asyncio.ensure_future(asyncio.to_thread(parts.fleet.start, router.place))
+    awaited = "replica"
     try:
         began = time.monotonic()
         await starting
         left = max(1.0, config.cluster.start_timeout_s - (time.monotonic() - began))
         async with asyncio.timeout(left):
             await router.ready()
+            awaited = "controller"  # without its table, a request for any adapter would fail
+            await asyncio.wrap_future(parts.known)
         await router.ready(REST_S)
         return router, await asyncio.to_thread(_tokenizer, config, router)
     except TimeoutError:
         await router.aclose()
-        raise Unavailable(f"no replica has answered in cluster.start_timeout_s = {left:g} s") from None
+        raise Unavailable(f"no {awaited} has answered in cluster.start_timeout_s = {left:g} s") from None
     except BaseException:  # also if a signal ends it
         await asyncio.to_thread(parts.fleet.stop)  # `start` may wait still, on its thread
         await router.aclose()
         raise
+
+
+def _seed(config: Config, router: str) -> int | str:
+    """Of the seeds that a router draws: routers of one service share a configuration, and draw seeds of their own."""
+    return f"{config.model.seed} {router}" if config.cluster.controller else config.model.seed
 
 
 def _tokenizer(config: Config, router: Router) -> Tokenizer | None:

@@ -125,6 +125,8 @@ class LinkServicer(rpc.LinkServicer):
         stream = Stream(hello, self._backend, context, self._adopted, self._records, self._fetches)
         earlier = self._streams.get(hello.router)
         if earlier is not None:
+            if earlier.called and hello.replica not in ("", earlier.called):  # one would end the other, for ever
+                raise FailedPrecondition(f"hello: the router has attached to this replica as {earlier.called[:64]}")
             if earlier.epoch >= hello.epoch:
                 raise FailedPrecondition(f"hello: epoch = {hello.epoch}: the router has attached with {earlier.epoch}")
             earlier.end()
@@ -179,7 +181,7 @@ class Stream:
         records: Records,
         fetches: Fetches,
     ):
-        self.router, self.epoch = hello.router, hello.epoch
+        self.router, self.epoch, self.called = hello.router, hello.epoch, hello.replica
         self._replica: Replica = backend.loaded
         self.info = wire.info_bytes(self._replica.info)
         self._backend = backend

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -109,6 +109,7 @@ class Replicas:
         self._made: set[str] = set()  # those that did not run before; the others may serve another router
         self._group: Any = None
         self._joined = False  # the group was there before
+        self._known: dict[str, str] = {}  # where they were at the last look
         self.connected = threading.Event()
 
     def start(self, stopping: threading.Event) -> None:
@@ -122,8 +123,10 @@ class Replicas:
             self._compare(name, told)
 
     def addresses(self) -> dict[str, str]:
-        """Of the replicas that serve now."""
-        return {name: told.text for name, told in self._ask().items() if told is not None and told.stage == "up"}
+        """Of the replicas that serve now. While an actor does not answer, its replica stays where it was."""
+        told = {name: Told("up", self._known.get(name, "")) if t is None else t for name, t in self._ask().items()}
+        self._known = {name: t.text for name, t in told.items() if t.stage == "up" and t.text}
+        return self._known
 
     def end(self, made: bool = False) -> None:
         """Lets the replicas drain; then they and their place are gone. `made`: only what this driver has made."""
@@ -265,7 +268,9 @@ def _runs(name: str) -> bool:
 def _answer(call: Any) -> Told | None:
     try:
         return ray.get(call, timeout=0)
-    except RayError:  # it starts again, or hangs
+    except ActorDiedError:  # Ray starts it again
+        return Told("loading")
+    except RayError:  # it hangs, or Ray does not reach it
         return None
 
 

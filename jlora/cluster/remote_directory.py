@@ -28,7 +28,7 @@ from jlora.cluster.calls import LOAD_S, error_of, record
 from jlora.cluster.directory import Directory, Members, Version, nearest_tier, peers
 from jlora.cluster.proto import directory_pb2 as proto
 from jlora.cluster.proto import directory_pb2_grpc as rpc
-from jlora.engine.futures import done
+from jlora.engine.futures import done, running
 from jlora.errors import JloraError, NotFound, Unavailable
 from jlora.ports import Threads
 from jlora.replica import Load
@@ -62,6 +62,7 @@ class RemoteDirectory(Directory):
         self._lock = threading.Lock()
         # Takes where requests go, version key -> address of a replica -> part.
         self.placed: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda parts: None
+        self.known: Future[None] = running()  # ends with the first table
         self._epoch = 0  # 0: no table has come yet
         self._versions: dict[str, Version] = {}
         self._infos: dict[str, AdapterInfo] = {}
@@ -232,6 +233,8 @@ class RemoteDirectory(Directory):
                     self._apply(parts)
                     self._epoch, parts = table.epoch, []
                     self._report()
+                    if not self.known.done():
+                        self.known.set_result(None)
         finally:
             using.put(None)
 

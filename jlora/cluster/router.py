@@ -57,7 +57,7 @@ class Router(Replica):
     """Create it on the event loop that runs its links; any thread may call the methods of `Replica`."""
 
     def __init__(
-        self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0, balance_s: float = 0.0,
+        self, directory: Directory, policy: Policy, terms: Terms, seed: int | str = 0, balance_s: float = 0.0,
         ways: Ways | None = None,
     ):  # fmt: skip
         """`balance_s`: between two plans of moves, 0 for none. `ways`: how long adapters take to reach a device."""

@@ -26,6 +26,7 @@ from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.config import Config
+from jlora.engine.futures import done
 from jlora.errors import ConfigError
 from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.serve.backend import Backend
@@ -46,12 +47,14 @@ def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
     with ExitStack() as opened:
         if config.cluster.controller:
             directory, services = followed(config, secret, system, opened, policy), ()
+            known = directory.known
         else:
             directory, found = controller(config, secret, system, opened)
             places = placed(config, directory, found, system, opened, policy)
             # Not without a token, whoever reaches the port.
             services = (_serves(directory, secret, places),) if secret.token else ()
-        return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services))
+            known = done(None)
+        return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services, known))
 
 
 def placed(

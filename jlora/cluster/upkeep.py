@@ -30,6 +30,8 @@ THREADS = 4  # calls of replicas at once, most of them short
 SAVES = 4  # versions without files of their own that are on their way to a second replica at once
 FULL_S = 60.0  # before a replica that has no room for such versions is asked again
 
+EVERY = "*"  # in place of a version's key
+
 Task = tuple[str, str, str, str]  # what, replica, its address, key
 
 
@@ -78,8 +80,7 @@ class Upkeep:
         members, now = self._controller.members(), self._clock()
         self._controller.calls.keep([member.address for member in members])
         self._controller.uses.look()
-        up = {(member.name, member.address) for member in members}
-        self._begun = {task: at for task, at in self._begun.items() if task[1:3] in up}
+        self._forget(members, now)
         self._compared &= self._begun.keys()
         self._checked &= self._begun.keys()
         for task in list(self._pins):
@@ -93,7 +94,7 @@ class Upkeep:
                     self._begin(("drop", member.name, member.address, key), now, self._unload)
             if member.draining:
                 continue
-            if (compare := ("compare", member.name, member.address, "*")) not in self._compared:
+            if (compare := ("compare", member.name, member.address, EVERY)) not in self._compared:
                 self._begin(compare, now, self._compare)
             for key, wanted in pins.items():
                 task = ("pin", member.name, member.address, key)
@@ -107,6 +108,14 @@ class Upkeep:
         if now - self._looked >= POLL_S:
             self.look()
             self._looked = self._clock()
+
+    def _forget(self, members: Sequence[Member], now: float) -> None:
+        """Tasks of replicas that are gone, and those that are over and whose versions are not current any more."""
+        up = {(member.name, member.address) for member in members}
+        kept = self._current | {EVERY}
+        self._begun = {
+            task: at for task, at in self._begun.items() if task[1:3] in up and (at > now or task[3] in kept)
+        }
 
     def _read_table(self) -> None:
         epoch, registry = self._controller.table.epoch, self._controller.registry

@@ -1,4 +1,4 @@
-"""Who still needs a version that is no longer current: this router's requests, and those of other routers.
+"""What routers know and use: who still needs a version that is no longer current, and who lacks the present table.
 
 A router's requests go on while its link to the controller is broken, or another controller takes over. So what it
 has said counts for a while after its stream has ended, and at the start every router may need every version.
@@ -52,6 +52,7 @@ class Uses:
         self._begun: Counter[str] = Counter()
         self._routers: dict[object, _Router] = {}  # by stream
         self._old: dict[str, _Old] = {}
+        self._unknown: list[tuple[int, Callable[[], None]]] = []  # epochs that a router lacks, and what waits for it
 
     def begin(self, key: str) -> None:
         with self._lock:
@@ -112,6 +113,16 @@ class Uses:
             due = self._due()
         _run(due)
 
+    def tell(self, epoch: int, then: Callable[[], None]) -> None:
+        """Calls `then` once every router that follows has the table of `epoch`.
+
+        One whose stream has ended does not count: it begins again with the whole table.
+        """
+        with self._lock:
+            self._unknown.append((epoch, then))
+            due = self._due()
+        _run(due)
+
     def holds(self, key: str) -> bool:
         """Whether a request may need the version, or what follows its last one is yet to run."""
         with self._lock:
@@ -126,7 +137,10 @@ class Uses:
         free = [key for key, old in self._old.items() if self._is_free(key, old.epoch)]
         for key in free:
             self._begun.pop(key, None)
-        return [self._old.pop(key).then for key in free]
+        known = min((router.epoch for router in self._routers.values() if router.until == math.inf), default=math.inf)
+        told = [then for epoch, then in self._unknown if epoch <= known]
+        self._unknown = [one for one in self._unknown if one[0] > known]
+        return [*(self._old.pop(key).then for key in free), *told]
 
     def _is_free(self, key: str, epoch: int) -> bool:
         if key in self._requests or (int(key.rpartition("@")[2]) <= self._last and self._begins()):

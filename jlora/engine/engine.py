@@ -246,7 +246,7 @@ class Engine:
             most = max(1, min(capacity, self._shape.max_len) - prompt)
             if sampling.min_tokens > most:
                 raise InvalidArgument(f"min_tokens = {sampling.min_tokens}: must be at most max_tokens, here {most}")
-            if any(len(done.tokens) >= most for done in request.done):
+            if any(not done.ended and len(done.tokens) >= most for done in request.done):
                 raise ResourceExhausted(f"done: another replica has drawn more than the {most} tokens that fit here")
             sampling = replace(sampling, max_tokens=most)
             request = replace(request, sampling=sampling)

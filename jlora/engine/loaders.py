@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from jlora.adapters.names import is_key
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, error_of, failure_of, follow
@@ -78,9 +79,16 @@ class Loaders:
             error = e
             if not isinstance(e, _Unwanted):
                 log.warning("adapter %s cannot be read from %.4096r: %s", reading.record.name, reading.record.path, e)
-            self._between_steps(lambda: self._end(reading, lambda: self._engine.unread(reading, error_of(error))))
+            self._between_steps(lambda: self._end(reading, lambda: self._unread(reading, error_of(error))))
         else:
             self._between_steps(lambda: self._end(reading, lambda: self._engine.arrived(reading, new)))
+
+    def _unread(self, reading: Reading, error: Exception) -> None:
+        """Its path may have had another version's files when it was registered: the next request describes it anew."""
+        self._engine.unread(reading, error)
+        record = reading.record
+        if isinstance(error, DataLoss) and is_key(record.name) and not record.load_cost_s:
+            self._adapters.forget(record)
 
     def _end(self, reading: Reading, command: Callable[[], None]) -> None:
         self._readings.remove(reading)

@@ -38,7 +38,6 @@ from jlora.cluster.uses import Uses
 from jlora.cluster.view import ReplicaView
 from jlora.config import Config
 from jlora.engine.sources import Reader
-from jlora.ports import Files
 from jlora.serve.tokenizer import Tokenizer
 
 Seam = tuple[Any, str]  # as in `tests.port`
@@ -137,6 +136,16 @@ def look(upkeep: Upkeep) -> None:
 def full(upkeep: Upkeep) -> int:
     """Replicas that are asked to keep nothing for a while."""
     return len(upkeep._full)
+
+
+def noted(upkeep: Upkeep) -> int:
+    """Entries of all tables of tasks."""
+    return sum(map(len, (upkeep._begun, upkeep._pins, upkeep._compared, upkeep._checked)))
+
+
+def refused(upkeep: Upkeep) -> int:
+    """Directories that are not looked at again as they are."""
+    return len(upkeep._found._refused)
 
 
 def planned(placing: Placing) -> dict[str, set[str]]:
@@ -355,9 +364,9 @@ def fetches() -> Seam:
     return Fetcher, "_chunks"
 
 
-def transfer(record: Record, files: Files) -> Any:
+def transfer(record: Record, reader: Reader) -> Any:
     """Puts the chunks of a version together."""
-    return _Transfer(record, files)
+    return _Transfer(record, reader)
 
 
 async def chunks(servicer: Any, request: link.FetchRequest) -> list[link.Chunk]:

@@ -1,8 +1,8 @@
 """Ray's driver over a Ray that is a script: run as a process, it says at its end what it has done and asked for.
 
 The script is JSON: `there`, the actors that run already; `actors`, what each one says, look after look (the last word
-stays); `state` of the placement group, or null where there is none; `breaks`, after how many looks Ray itself fails,
-or null; `short`, what Ray has and what of it is free, where it finds no room.
+stays; "silent" is no answer, "dead" no actor); `state` of the placement group, or null where there is none; `breaks`,
+after how many looks Ray itself fails, or null; `short`, what Ray has and what of it is free, where it finds no room.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Any
 
 
 class RayError(Exception):
+    pass
+
+
+class ActorDiedError(RayError):
     pass
 
 
@@ -41,6 +45,11 @@ class Ray:
             self.breaks -= 1
             if self.breaks < 0:
                 raise RayError("the head is lost")
+
+    def get(self, told: Any, timeout: float) -> Any:
+        if told.stage in ("silent", "dead"):
+            raise (RayError if told.stage == "silent" else ActorDiedError)(told.stage)
+        return told
 
     def get_actor(self, name: str, namespace: str) -> None:
         if name not in self.there:
@@ -82,7 +91,7 @@ class Ray:
         made.init, made.shutdown, made.is_initialized = (lambda **_: None), (lambda: None), (lambda: True)
         made.wait, made.get, made.kill, made.get_actor = (
             self.wait,
-            (lambda call, timeout: call),
+            self.get,
             self.kill,
             self.get_actor,
         )
@@ -102,7 +111,7 @@ class Ray:
 def main(script: str, flags: list[str]) -> int:
     ray = Ray(json.loads(script))
     exceptions, strategies = ModuleType("ray.exceptions"), ModuleType("ray.util.scheduling_strategies")
-    vars(exceptions)["RayError"] = RayError
+    vars(exceptions).update(RayError=RayError, ActorDiedError=ActorDiedError)
     vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda _, placement_group_bundle_index: (
         placement_group_bundle_index
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
 from jlora.cluster import launcher
+from jlora.cluster.proto import directory_pb2 as directory
+from jlora.cluster.proto import directory_pb2_grpc as directory_rpc
+from jlora.cluster.remote_directory import RemoteDirectory
+from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.engine.futures import running
 from jlora.errors import Unavailable
 from jlora.ports import OsThreads
 from jlora.serve import launcher as serving
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.types import Request, SamplingParams
 from tests.cluster._links import FakeDirectory, FakeReplica, Loop, answer, request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +206,82 @@ def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
     with pytest.raises(Unavailable, match="cluster.start_timeout_s"):
         asyncio.run(serving.serve(config, launcher.program(parts, config.cluster)))
     assert launcher.launch(config, parts) == 1 and fleet.stopped.is_set()
+
+
+class Controller(directory_rpc.DirectoryServicer):
+    """Of a service without adapters."""
+
+    async def Watch(self, request_iterator: Any, context: Any) -> AsyncIterator[directory.Table]:
+        yield directory.Table(epoch=1, whole=True)
+        async for _ in request_iterator:
+            pass
+
+
+def test_a_follower_serves_once_it_knows_the_adapters(
+    replicas: list[FakeReplica], signals: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        front, back = (f"127.0.0.1:{listening.getsockname()[1]}" for listening in (one, other))
+    remote = RemoteDirectory(back, "r", Login(), OsThreads())
+    fleet = FakeFleet({one.name: one.address for one in replicas})
+    parts = launcher.Parts(fleet, remote, LeastLoaded(), OsThreads(), known=remote.known)
+    asked = health_pb2.HealthCheckRequest(service="jlora.v1.Inference")
+
+    async def both() -> int:
+        config = config_for(tmp_path, **{"serve.port": front.rpartition(":")[2], "cluster.controller": back})
+        served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
+        while not all(one.epochs for one in replicas):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        async with grpc.aio.insecure_channel(front) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(asked)).status != health_pb2.HealthCheckResponse.SERVING
+            assert "ready" not in capsys.readouterr().out
+            server = grpc.aio.server()
+            directory_rpc.add_DirectoryServicer_to_server(Controller(), server)
+            server.add_insecure_port(back)
+            await server.start()
+            await ready(capsys)
+            while (await health.Check(asked)).status != health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        code = await served
+        await server.stop(0)
+        return code
+
+    remote.start()
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == 0
+    remote.close()
+
+
+def test_a_follower_whose_controller_does_not_answer_says_so(replicas: list[FakeReplica], tmp_path: Path):
+    fleet = FakeFleet({one.name: one.address for one in replicas})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads(), known=running())
+    config = config_for(tmp_path, **{"cluster.start_timeout_s": 1.0})
+    with pytest.raises(Unavailable, match="no controller has answered in cluster.start_timeout_s"):
+        asyncio.run(serving.serve(config, launcher.program(parts, config.cluster)))
+
+
+def test_followers_draw_seeds_of_their_own_and_a_lone_router_those_of_its_configuration(
+    replicas: list[FakeReplica], tmp_path: Path
+):
+    async def seeds(controller: str) -> list[int]:
+        fleet = FakeFleet({replicas[0].name: replicas[0].address})
+        parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
+        config = config_for(tmp_path, **{"cluster.controller": controller})
+        router, _ = await launcher.program(parts, config.cluster).load(config)
+        first = len(replicas[0].started)
+        for name in "ab":
+            unseeded = Request(name, (1, 2, 3), SamplingParams(max_tokens=1))
+            await asyncio.wrap_future(router.submit(unseeded, lambda events: None))
+        assert isinstance(router, Router)
+        await router.aclose()
+        return [start.request.sampling.seed for start in replicas[0].started[first:]]
+
+    alone, again, one, other = (asyncio.run(seeds(controller)) for controller in ("", "", "h:1", "h:1"))
+    drawn = random.Random(0)
+    assert alone == again == [drawn.getrandbits(63) for _ in alone]
+    assert len({*alone, *one, *other}) == 6
 
 
 def test_the_end_of_a_thread_of_its_parts_ends_the_process(

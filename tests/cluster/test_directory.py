@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -134,6 +135,22 @@ def test_what_a_client_asks_of_either_router_is_the_whole_services(world: World,
         remote.current("de")
     with pytest.raises(NotFound):
         remote.unload("de").result(60)
+
+
+def test_a_load_has_ended_once_the_other_router_answers_with_it(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    seam, first = port.applies(world.remote), world.remote.current("fr")
+    apply = getattr(*seam)
+
+    def late(parts: object) -> None:
+        time.sleep(0.3)
+        apply(parts)
+
+    monkeypatch.setattr(*seam, late)
+    for load in (Load("de", path), Load("fr", path, replace=True)):
+        uid = world.remote.load(load).result(60).uid
+        assert world.remote.current(load.name).number == uid > first.number
 
 
 def test_a_replaced_version_stays_as_long_as_another_routers_request_uses_it(world: World, path: str):

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -15,8 +17,11 @@ import pytest
 
 from jlora.cluster import link as module
 from jlora.cluster import wire
+from jlora.cluster.attach import PAUSES_S, Terms
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.router import Router as ClusterRouter
+from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.worker import largest_mib
 from jlora.config import Config, ServeConfig
 from jlora.engine.futures import done, running
@@ -25,10 +30,12 @@ from jlora.replica import ReplicaInfo, Sink
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Need
 from jlora.serve.backend import Backend
+from jlora.serve.client import Login
 from jlora.types import Done, Request, SamplingParams, TokenEvent
 from jlora.validation import MAX_ENTRIES, Limits
 from tests.cluster import _port as port
 from tests.cluster._link import SECRET, Router, linked
+from tests.cluster._links import FakeDirectory, Loop
 from tests.cluster._wait import until
 
 ENDLESS = SamplingParams(max_tokens=1 << 19)
@@ -142,6 +149,46 @@ def test_a_router_of_before_may_be_silent():
     with linked(idle) as one, one.attach() as router:
         router.until(lambda router: router.messages)
         assert port.silence_s(one.servicer, "r") == math.inf
+
+
+@pytest.mark.parametrize("called", ["a", "", "b"])
+def test_a_second_link_of_a_router_is_refused_unless_it_is_the_same_one_again(called: str):
+    """`called`: what the second one calls the replica; "" is a router of before."""
+    idle: Any = Idle()
+    with linked(idle) as one, one.attach(replica="a") as first:
+        first.until(lambda router: router.messages)
+        with one.attach(epoch=2, replica=called) as second:
+            if called == "b":
+                assert second.until_ended() is grpc.StatusCode.FAILED_PRECONDITION
+                assert second.said.endswith("the router has attached to this replica as a") and first.ended is None
+            else:
+                second.until(lambda router: router.messages)
+                first.until_ended()
+        first.close()
+        until(lambda: not port.streams(one.servicer), "both have ended")
+        with one.attach(epoch=3, replica="b") as third:
+            third.until(lambda router: router.messages)
+
+
+def test_a_replica_at_two_addresses_is_attached_once_and_stays(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "jlora.cluster.attach")
+    idle: Any = Idle()
+
+    async def make() -> ClusterRouter:
+        return ClusterRouter(FakeDirectory(), LeastLoaded(), Terms("router", Login(SECRET.token), suspect_s=5.0))
+
+    def said(what: str) -> int:
+        return sum(what in record.getMessage() for record in caplog.records)
+
+    with linked(idle) as one, closing(Loop()) as loop:
+        router = loop.run(make())
+        try:
+            router.place({"a": one.address, "b": one.address})
+            until(lambda: said("cannot be used: FAILED_PRECONDITION") > 0, "one address is refused")
+            time.sleep(2 * PAUSES_S[0] + 0.5)  # it has tried again
+            assert len(router.replicas) == said("is attached") == 1 and not said("is lost")
+        finally:
+            router.close()
 
 
 def test_what_nobody_waits_for_any_more_may_fail_unheard():

@@ -25,7 +25,7 @@ from tests.cluster._wait import until
 RAY = {
     "__init__": "import os, pathlib, time\nfrom ray import util\ndef init(**_):\n"
     "    pathlib.Path(os.environ['IN_INIT']).touch()\n    time.sleep(600)\ndef is_initialized(): return False\n",
-    "exceptions": "class RayError(Exception): pass\n",
+    "exceptions": "class RayError(Exception): pass\nclass ActorDiedError(RayError): pass\n",
     "util/__init__": "placement_group = placement_group_table = remove_placement_group = None\n",
     "util/scheduling_strategies": "PlacementGroupSchedulingStrategy = None\n",
 }
@@ -157,6 +157,14 @@ def test_a_driver_ends_no_replica_that_ran_before(script: dict[str, Any], says: 
         if "error" in says[-1]:
             assert process.wait(60) == 1
             assert told(process)["done"] == does
+
+
+def test_a_replica_whose_actor_does_not_answer_stays_where_it_was_and_one_that_is_dead_does_not():
+    words = [UP, UP, ["silent", ""], ["up", "h:2"], ["silent", ""], ["dead", ""], ["silent", ""], ["up", "h:3"]]
+    script = {"there": ["s-r0", "s-r1"], "actors": {"s-r0": [UP], "s-r1": words}, "state": "CREATED"}
+    with driver(script, name="s", replicas=2) as process:
+        said = [json.loads(process.stdout.readline())["addresses"].get("r1") for _ in range(4)]
+    assert said == ["h:1", "h:2", None, "h:3"]
 
 
 def test_a_replica_that_ran_before_with_other_settings_is_told():

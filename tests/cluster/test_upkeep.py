@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jlora.adapters.peft import FILES
+from jlora.cluster import found as module
 from jlora.cluster.calls import Answer, Calls
 from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member, Version
@@ -17,7 +18,7 @@ from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry, row_of
 from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, Upkeep
 from jlora.config import Config
-from jlora.errors import ResourceExhausted
+from jlora.errors import DataLoss, NotFound, ResourceExhausted
 from jlora.ports import System
 from jlora.replica import Load
 from jlora.serve.proto import jlora_pb2 as pb
@@ -50,6 +51,15 @@ class Keeps(Calls):
 
     def unload(self, address: str, key: str) -> Answer:
         return Answer(address, answered(pb.AdapterInfo()))
+
+    def pin(self, address: str, key: str, pinned: bool) -> Answer:
+        return Answer(address, answered(pb.AdapterInfo()))
+
+    def get(self, address: str, key: str) -> Answer:
+        return Answer(address, answered(pb.AdapterInfo(digest="read", tier="HOST")))
+
+    def pinned(self, address: str, wanted: Callable[[], bool]) -> list[str]:
+        return []
 
     def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
         assert lost and self.lender in peers
@@ -149,6 +159,40 @@ def test_a_replica_that_drains_lends_what_it_has_and_takes_nothing(ground: Groun
     ground.calls.lender = "h:2"
     assert ground.look(SAVES)
     assert {address for address, _ in ground.calls.held[taken:]} == {"h:0"}, "it is the only one that takes more"
+
+
+def test_a_pin_at_a_replica_that_forgets_the_version_meanwhile_has_found_other_files(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+):
+    """A replica forgets a version whose first read finds other weights; one that was unloaded is just unknown."""
+
+    def unknown(address: str, *_: object) -> Answer:
+        answer: Future[pb.AdapterInfo] = Future()
+        answer.set_exception(NotFound("unknown"))
+        return Answer(address, answer)
+
+    controller = ground.controller
+    monkeypatch.setattr(ground.calls, "pin", unknown)
+    monkeypatch.setattr(ground.calls, "hold", lambda at, *_: Answer(at, answered(pb.AdapterInfo())))
+    for version, error in ((controller.current("a0"), DataLoss), (Version("gone", 99, "/nowhere"), NotFound)):
+        ground.now += 100  # no router of an earlier controller counts any more
+        with pytest.raises(error):
+            controller.ask_to_pin(Member("r1", "h:1"), version, True)(lambda: True)
+
+
+def test_what_is_noted_of_versions_goes_with_them(ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_REFUSED", 20)
+    ground.calls.loaded = pb.AdapterInfo()  # the digest is asked for, too
+    for i in range(100):
+        load = Load("x", str(tmp_path / str(i)), pinned=True)
+        ground.tiers["r1"] = {f"x@{ground.controller.load(load).result(20).uid}": "HOST"}
+        ground.upkeep.round()
+        assert port.noted(ground.upkeep)
+        ground.controller.unload("x").result(20)
+        ground.now += AGAIN_S + 1
+        ground.upkeep.round()
+        port.look(ground.upkeep)
+    assert port.noted(ground.upkeep) <= 2 * COUNT + 10 and port.refused(ground.upkeep) <= 21
 
 
 @pytest.mark.parametrize(

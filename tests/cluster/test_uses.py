@@ -59,6 +59,21 @@ def test_a_router_that_comes_back_says_all_that_it_uses(clock: Clock):
     assert dropped == ["a@1"]
 
 
+def test_a_table_is_known_once_every_router_that_follows_has_it(clock: Clock):
+    uses, known = Uses(0, 30, clock), []
+    uses.tell(2, lambda: known.append("alone"))
+    uses.saw("one", "r1", 2, [])
+    uses.saw("two", "r2", 2, [])
+    uses.tell(3, lambda: known.append(3))
+    uses.tell(4, lambda: known.append(4))
+    uses.saw("one", "r1", 4, [])
+    assert known == ["alone"]
+    uses.saw("two", "r2", 3, [])
+    assert known == ["alone", 3]
+    uses.left("two")  # it begins again with the whole table
+    assert known == ["alone", 3, 4]
+
+
 def test_after_a_restart_nothing_is_dropped_before_routers_can_have_said_what_they_use(clock: Clock):
     uses, dropped = Uses(7, 30, clock), []
     assert uses.holds("gone@3")

@@ -99,6 +99,16 @@ def test_a_resumed_request_without_room_for_a_token_is_refused(replicas: tuple[R
         replicas[1].submit(request, lambda events: None)
 
 
+def test_a_completion_that_has_ended_at_the_contexts_end_does_not_keep_the_others_from_their_last_token(
+    replicas: tuple[Running, Running],
+):
+    done = (Done((5,) * 108, ended=True), Done((6,) * 107))  # a context of 128
+    sampling = SamplingParams(temperature=0, n=2, ignore_eos=True)
+    request = Request("r", (5,) * 20, sampling, done=done)
+    (event,) = serve(replicas[1], [request])["r"]
+    assert (event.index, event.finish_reason) == (1, "length") and event.token_id is not None
+
+
 def draws(sequence, position: int) -> int:
     return 1000 * sequence.index + position
 

@@ -38,16 +38,18 @@ class FromReplica(_message.Message):
     def __init__(self, hello: _Optional[_Union[HelloBack, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router", "epoch", "protocol", "beat_s")
+    __slots__ = ("router", "epoch", "protocol", "beat_s", "replica")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BEAT_S_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     router: str
     epoch: int
     protocol: int
     beat_s: float
-    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., protocol: _Optional[int] = ..., beat_s: _Optional[float] = ...) -> None: ...
+    replica: str
+    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., protocol: _Optional[int] = ..., beat_s: _Optional[float] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class HelloBack(_message.Message):
     __slots__ = ("replica", "protocol", "info")
