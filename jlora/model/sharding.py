@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def make_mesh(tp: int) -> Mesh:
     return Mesh(np.array(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
 
 
-def all_devices() -> list[jax.Device]:
+def all_devices() -> list[Any]:
     """What jax computes on. jax takes the CPU without a word where it finds no accelerator, and is slow then.
 
     Raises ConfigError if there is nothing, or no accelerator although jax was installed for one.
