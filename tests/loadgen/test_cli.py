@@ -112,7 +112,7 @@ def test_an_interrupt_that_reaches_the_servers_too_stays_an_interrupt(monkeypatc
         def stop(self) -> None:
             raise RuntimeError("the server's exit code after SIGTERM was -15")
 
-    async def look(address: str) -> str:
+    async def look(address: str, login: object) -> str:
         return address
 
     monkeypatch.setattr(sides, "ServerProcess", Killed)
