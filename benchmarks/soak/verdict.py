@@ -15,11 +15,16 @@ WARM = 1 / 6  # of the whole time is warm-up: pools, caches and tiers fill
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process: seconds since the load began, MiB of resident memory, threads, open descriptors."""
+    """One look at a process: seconds since the load began, MiB of resident memory, threads, open descriptors.
+
+    `anon_mib` is the part that the process wrote itself. The rest are pages of files: code that ran for the first
+    time, or that the kernel took back.
+    """
 
     at_s: float
     process: str
     rss_mib: float
+    anon_mib: float
     threads: int
     descriptors: int
 

@@ -16,7 +16,7 @@ from jlora.cli import main
 HOUR = 3600.0
 WELL = Run(
     HOUR,
-    [Sample(float(at), "server", 500.0 + 80 * min(at / 400, 1) + at % 3, 40, 30) for at in range(0, 3600, 15)],
+    [Sample(float(at), "server", 500.0 + 80 * min(at / 400, 1) + at % 3, 300.0, 40, 30) for at in range(0, 3600, 15)],
     [(float(at), 1.0 + at % 7 / 10) for at in range(3600)],
     {"wrong answers": 0},
 )
