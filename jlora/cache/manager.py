@@ -9,6 +9,7 @@ copies       take_copies, landed                         the swapper, or a model
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from jlora.cache.forecast import Forecast
@@ -63,6 +64,10 @@ class CacheManager:
         self.adapters = self.tree.adapters
         self.reserved: set[int] = set()  # host blocks of adapters that are being loaded
         self.counters = self._cells.counters
+        self.grants = 0  # leases so far
+        # The place of a request that has waited too long for host memory: what waits behind it gets no lease if that
+        # would keep an adapter in memory which the disk has.
+        self.give_way_to = math.inf
         self._pinned: set[AdapterNode] = set()
         backs_up = self.prefix_reuse and policy.saves_ahead
         self._monitor = Monitor(self._cells, monitor_s, backs_up, sizes.spare)
@@ -172,6 +177,18 @@ class CacheManager:
         self.reserved.update(blocks)
         return blocks
 
+    def make_way(self, size: int, place: float) -> AdapterNode | None:
+        """Drops the idle adapter that the queue needs last to the disk, for the request at `place`.
+
+        None, and nothing has changed, unless all those that the queue needs behind `place` would make room for `size`
+        host blocks. The requests for the adapter wait now until it is read again.
+        """
+        later = self._cells.displaceable(place)
+        if not later or self._cells.room_with_shelf() + sum(node.size for node in later) < size:
+            return None
+        self._cells.displace(later[-1])
+        return later[-1]
+
     def cancel(self, blocks: Sequence[int]) -> None:
         self.reserved.difference_update(blocks)
         self._cells.host.give(ADAPTER, blocks)
@@ -280,6 +297,7 @@ class CacheManager:
 
     def serve(self, place: int) -> None:
         """The sequence at this place has got its lease."""
+        self.grants += 1
         self._cells.candidates.queued.served = place
 
     def hint(self, origin: Origin, tokens: Sequence[int]) -> int:

@@ -15,11 +15,11 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from jlora.cache import queued
 from jlora.cache.blocks import Tier
 from jlora.cache.candidates import Candidates, Values
+from jlora.cache.counters import Counters
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Copy, Traffic
 from jlora.cache.tree import (
@@ -42,31 +42,6 @@ log = logging.getLogger(__name__)
 
 BRANCHES = 64  # nodes below one that comes in, offered to follow it
 STREAM_FROM_S = 1e-3  # a shorter copy comes as one piece: a group of layers costs a transfer of its own
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start, in blocks, tokens and seconds."""
-
-    adapter_hits: int = 0
-    adapter_lookups: int = 0
-    kv_hit_tokens: int = 0
-    kv_host_hit_tokens: int = 0
-    kv_base_hit_tokens: int = 0  # found by activated LoRAs among the base's KV
-    kv_lookup_tokens: int = 0
-    clean_evictions: int = 0
-    blocks_in: int = 0
-    blocks_out: int = 0
-    blocks_lost: int = 0  # evicted without a host copy, or dropped from the host: computed again if needed
-    streamed: int = 0  # leases whose first step started before their copies had landed
-    cold_waited: int = 0  # leases whose adapter was not on the device, by how they met its copy (`ColdStart`)
-    cold_streamed: int = 0
-    cold_helped: int = 0  # the host computed their adapter's part meanwhile
-    adapters_dropped: int = 0  # from memory, to be read from the disk again
-    adapter_reads: int = 0  # into memory, also those that nobody waited for at the end
-    adapter_reads_failed: int = 0
-    adapter_read_s: float = 0.0  # of `adapter_reads`
-    recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
 
 
 class Residency:
@@ -200,7 +175,7 @@ class Residency:
         go for good. For an adapter, others that the disk has may go, too, whichever is worth less. False if
         that is not enough; at once if all of it would not be.
         """
-        if count > self.host.free + self.host.used[KV] and (saved is not None or count > self._room_with_shelf()):
+        if count > self.host.free + self.host.used[KV] and (saved is not None or count > self.room_with_shelf()):
             return False
         value = self.candidates.value
         worth = math.inf if saved is None else value(saved)
@@ -227,6 +202,18 @@ class Residency:
         self._remove(adapter)
         self.counters.adapters_dropped += 1
 
+    def displaceable(self, place: float) -> list[AdapterNode]:
+        """Idle adapters that the disk has and that the queue needs behind this place only, the soonest first."""
+        adapters = (node for node in self.tree.adapters.values() if node.wanted and node.idle_copy)
+        return sorted((node for node in adapters if node.wanted[0] > place), key=lambda node: node.wanted[0])
+
+    def displace(self, adapter: AdapterNode) -> None:
+        """Drops an idle adapter from memory although requests wait for it: they wait for the disk then."""
+        log.debug("drop adapter %d to the disk, for an earlier request: %d blocks", adapter.uid, adapter.size)
+        self._empty(adapter)
+        adapter.backed, adapter.reading = False, True
+        self.counters.adapters_dropped += 1
+
     def _shelve_before(self, node: Node | None) -> bool:
         """Drops the adapter that is worth least, if there is one and this KV is worth more."""
         adapter, worth = self.candidates.shelved()
@@ -235,7 +222,7 @@ class Residency:
         self.shelve(adapter)
         return True
 
-    def _room_with_shelf(self) -> int:
+    def room_with_shelf(self) -> int:
         """Host blocks that dropping every adapter would free that may be dropped, and all KV."""
         shelf = sum(node.size for node in self.tree.adapters.values() if node.droppable)
         return self.host.free + self.host.used[KV] + shelf
@@ -386,12 +373,16 @@ class Residency:
 
     def _remove(self, adapter: AdapterNode) -> None:
         """Takes an unused adapter and its KV out of both tiers and the tree."""
+        self._empty(adapter)
+        adapter.gone = True
+        del self.tree.adapters[adapter.uid]
+
+    def _empty(self, adapter: AdapterNode) -> None:
+        """Takes an unused adapter's data and its KV out of both tiers."""
         for child in reversed(list(self.tree.owned(adapter))):
             if child.parent is not None:  # else it went with its last child
                 self.forget(child)
         self.forget(adapter)
-        adapter.gone = True
-        del self.tree.adapters[adapter.uid]
 
     # -- inside -----------------------------------------------------------------------------------
 

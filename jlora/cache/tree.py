@@ -144,7 +144,12 @@ class AdapterNode(Node):
     @property
     def droppable(self) -> bool:
         """Nothing uses it or waits for it, and the disk has it: it may leave memory, and its KV with it."""
-        busy = self.users or self.wanted or self.flying or self.moving
+        return not self.wanted and self.idle_copy
+
+    @property
+    def idle_copy(self) -> bool:
+        """Nothing uses it, be it that requests wait for it, and the disk has it."""
+        busy = self.users or self.flying or self.moving
         return self.backed and bool(self.host) and not (busy or self.pinned or self.dying)
 
     @property

@@ -195,9 +195,12 @@ class Admission:
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
 
     def _not_yet(self, sequence: Sequence) -> bool:
-        """Its adapter is on the disk, it is not its turn, a token is unread (preempted this instant), or its leader's
-        prompt is not in the tree."""
-        if sequence.adapter.reading or not self._turns.may_run(sequence):
+        """Its adapter is on the disk, it is not its turn, it gives way to a request that waits for host memory, a
+        token is unread (preempted this instant), or its leader's prompt is not in the tree."""
+        adapter = sequence.adapter
+        if adapter.reading or not self._turns.may_run(sequence):
+            return True
+        if adapter.backed and sequence.place > self._manager.give_way_to:
             return True
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and not leader.drawn

@@ -279,7 +279,7 @@ class Scheduler:
     def arrived(self, adapter: AdapterNode, now: float) -> None:
         """An adapter has been read from the disk: its sequences may be admitted."""
         for sequence in self.queue:
-            if sequence.adapter is adapter:
+            if sequence.adapter is adapter and not sequence.admitted:
                 sequence.disk_s = now - sequence.arrived
 
     def fail_adapter(self, adapter: AdapterNode, error: Exception, now: float) -> list[TokenEvent]:

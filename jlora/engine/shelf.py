@@ -10,16 +10,22 @@ overtake them meanwhile. Loader threads read, a bounded number at once: first wh
 the order of service, then hints. Room on the host is taken before an adapter is read, so what is read is
 never held twice. If there is none, the reading waits until a request ends, and the later ones behind it. An
 adapter larger than what stays of the host (`CacheManager.host_room`) waits alone, for an unpin, say.
+
+Adapters that always have requests would keep their memory for ever. So once `OVERTAKES` requests have been
+admitted while a reading waited, idle adapters make way for it although later requests wait for them, and
+later requests are not admitted where they would keep another one in memory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from jlora.adapters.registry import Record
 from jlora.cache.tree import AdapterNode
+from jlora.engine.admission import OVERTAKES
 from jlora.engine.ports import Parts
 from jlora.errors import FailedPrecondition
 
@@ -37,6 +43,7 @@ class Reading:
         blocks: of the host, once it is being read.
         cancelled: nobody waits for it any more: the thread that reads it may stop.
         then: pins that wait until it has arrived, or its name means another version.
+        since: leases that had been granted when the host had no room for it first; -1 before.
     """
 
     record: Record
@@ -45,15 +52,16 @@ class Reading:
     blocks: tuple[int, ...] = ()
     cancelled: bool = False
     then: list[Future[None]] = field(default_factory=list)
+    since: int = -1
 
     @property
     def wanted(self) -> bool:
         return bool(self.node.wanted or self.then or self.hinted) and not self.node.gone
 
     @property
-    def urgency(self) -> tuple[bool, int]:
-        """Requests before hints, in the order of service; a command waits for no other."""
-        return (not self.node.wanted and not self.then, 0 if self.then else next(iter(self.node.wanted), 0))
+    def place(self) -> float:
+        """In the order of service, of the first request that waits for it. A command waits for no other; hints last."""
+        return -math.inf if self.then else next(iter(self.node.wanted), math.inf)
 
 
 class Shelf:
@@ -61,6 +69,7 @@ class Shelf:
 
     def __init__(self, parts: Parts):
         self._manager = parts.scheduler.manager
+        self._registry = parts.registry
         self._most = parts.readers
         self._readings: dict[AdapterNode, Reading] = {}
         self._under_way: set[Reading] = set()
@@ -96,11 +105,12 @@ class Shelf:
         self._cancel_unwanted()
         if len(self._under_way) >= self._most or self._refused == self._manager.epoch:
             return []
+        self._manager.give_way_to = math.inf  # until one has waited too long again
         begun: list[Reading] = []
         idle = [reading for reading in self._readings.values() if not reading.blocks]
         while idle and len(self._under_way) < self._most:
-            reading = min(idle, key=lambda reading: reading.urgency)
-            blocks = self._manager.reserve(reading.node.size)
+            reading = min(idle, key=lambda reading: reading.place)
+            blocks = self._reserve(reading)
             if blocks is None:
                 self._refused = self._manager.epoch
                 room = self._manager.host_room
@@ -113,6 +123,23 @@ class Shelf:
             self._under_way.add(reading)
             begun.append(reading)
         return begun
+
+    def _reserve(self, reading: Reading) -> tuple[int, ...] | None:
+        """Host blocks for the adapter, also those of others if it has waited too long; None if there is no room."""
+        manager, size, place = self._manager, reading.node.size, reading.place
+        blocks = manager.reserve(size)
+        if blocks is not None or place == math.inf or size > manager.host_room:
+            return blocks
+        if reading.since < 0:
+            reading.since = manager.grants
+        if manager.grants - reading.since < OVERTAKES:
+            return None
+        while blocks is None and (node := manager.make_way(size, place)) is not None:
+            self._readings[node] = Reading(self._registry.by_uid(node.uid), node)
+            blocks = manager.reserve(size)
+        if blocks is None:
+            manager.give_way_to = place
+        return blocks
 
     def take(self, reading: Reading) -> bool:
         """The adapter's data is in its blocks: it is in memory now. False if nobody waits for it any more."""
@@ -147,6 +174,7 @@ class Shelf:
         """If it is being read, its blocks are free when the thread has ended."""
         reading.cancelled = True
         self._readings.pop(reading.node, None)
+        self._manager.give_way_to, self._refused = math.inf, -1  # `begin` asks again
         if not reading.node.gone:
             self._manager.give_up(reading.node)
         for future in reading.then:
