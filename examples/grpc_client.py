@@ -1,4 +1,4 @@
-"""Asks one server for answers of the base model and of every adapter at once.
+"""Asks one server for answers of the base model and of its adapters, a thousand at most, at once.
 
     .venv/bin/jlora serve --config configs/demo.toml                        # in one terminal
     .venv/bin/python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"    # in another
@@ -45,7 +45,7 @@ async def main() -> None:
 
     async with grpc.aio.insecure_channel(args.server) as channel:
         info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest())
-        listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest())
+        listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest())  # the first thousand
         activated = [adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens]
         models = [info.model, *(adapter.name for adapter in listed.adapters if adapter.name not in activated)]
         for name in activated:

@@ -40,6 +40,10 @@ class ResourceExhausted(JloraError):
     """The queue is full, or the request can never fit the pool."""
 
 
+class ShortOfMemory(ResourceExhausted):
+    """The process has too little memory for it now; the same call may be accepted later."""
+
+
 class Busy(ResourceExhausted):
     """The server has too much to do now; the same call may be accepted in `retry_s` seconds."""
 

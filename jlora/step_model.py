@@ -243,8 +243,12 @@ class FittedSteps:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")  # NaN becomes null
 
     def check(self, here: Basis) -> None:
-        """Raises ConfigError if it was fitted to another model, machine, pool or link than `here`."""
-        spec = dataclasses.asdict(dataclasses.replace(self.spec, name=here.spec.name))
+        """Raises ConfigError if it was fitted to another model, machine, pool or link than `here`.
+
+        Names, contexts and end tokens may differ: no step takes longer for them.
+        """
+        free = {name: getattr(here.spec, name) for name in ("name", "max_len", "eos_ids")}
+        spec = dataclasses.asdict(dataclasses.replace(self.spec, **free))
         pairs = [(f"spec.{name}", spec[name], wanted) for name, wanted in dataclasses.asdict(here.spec).items()]
         pairs += [(name, getattr(self, name), getattr(here, name)) for name in here._fields[1:]]
         for name, told, wanted in pairs:

@@ -109,7 +109,7 @@ HERE = Basis(TINY, "a processor, 2 cores", 1, 16, 0.5)
     ],
 )
 def test_another_model_machine_pool_or_link_is_refused(here: Basis, message: str):
-    STEPS.check(HERE._replace(spec=dataclasses.replace(TINY, name="the same under another name")))
+    STEPS.check(HERE._replace(spec=dataclasses.replace(TINY, name="another", max_len=64, eos_ids=(1, 2, 3))))
     with pytest.raises(ConfigError, match=message):
         STEPS.check(here)
 

@@ -148,5 +148,5 @@ def status(argv: Sequence[str]) -> int:
 def _info(channel: grpc.Channel, address: str) -> pb.ServerInfo:
     info = rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
     if not info.replicas:
-        raise Unavailable(f"{address}: is a single server, or a router without replicas")
+        raise Unavailable(f"{address}: has no replicas, or does not show them to a key that is not of the role viewer")
     return info

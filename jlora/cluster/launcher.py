@@ -39,6 +39,7 @@ from jlora.step_model import FittedSteps
 
 log = logging.getLogger(__name__)
 
+NAMED = 64  # replicas that a router of a static fleet is made for: a name stands for any number
 REST_S = 2.0  # for the other replicas, once one is attached
 
 
@@ -75,7 +76,7 @@ def launch(config: Config, parts: Parts) -> int:
 
 def program(parts: Parts, cluster: ClusterConfig) -> Program:
     """What the router's process serves."""
-    replicas = max(cluster.replicas, len(cluster.addresses))
+    replicas = max(cluster.replicas, len(cluster.addresses), NAMED if cluster.fleet == "static" else 0)
     load = partial(_load, parts=parts)
     return Program("jlora cluster", load, _ready, parts.services, replicas=replicas, threads=parts.threads)
 

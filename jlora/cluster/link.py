@@ -34,6 +34,7 @@ from jlora.errors import (
     JloraError,
     NotFound,
     ResourceExhausted,
+    ShortOfMemory,
     Unavailable,
 )
 from jlora.replica import Replica, ReplicaState
@@ -339,7 +340,7 @@ class Stream:
     def _refuse(self, rid: int, error: Exception) -> None:
         """The request has ended with an error, or never begun. Another replica may serve what this one cannot now."""
         if isinstance(error, MemoryError):
-            error = ResourceExhausted("the replica has too little memory now; try again later")
+            error = ShortOfMemory("the replica has too little memory now; try again later")
         if not isinstance(error, JloraError):
             error = RuntimeError(opaque(error, "Link/Attach"))
         self._refused.append(wire.failure(rid, error, elsewhere=isinstance(error, Unavailable)))

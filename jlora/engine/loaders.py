@@ -23,7 +23,7 @@ from jlora.engine.futures import BetweenSteps, error_of, failure_of, follow
 from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.sources import check_version, read_adapter
-from jlora.errors import Busy, DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
+from jlora.errors import Busy, DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted, ShortOfMemory
 from jlora.ports import File, Files, Folder, Stamp, System
 from jlora.replica import Load
 from jlora.types import AdapterInfo
@@ -194,7 +194,7 @@ def _within_memory(name: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as e:
-        raise ResourceExhausted(f"adapter {name!r}: too little memory to read it; try again later") from e
+        raise ShortOfMemory(f"adapter {name!r}: too little memory to read it; try again later") from e
 
 
 class _Unwanted(JloraError):

@@ -32,7 +32,7 @@ from jlora.engine.deadlines import Deadlines
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.engine.shares import account_of, charge_output, owes, refund_prompt, turn
 from jlora.engine.turns import Turns
-from jlora.errors import QueueFull, ResourceExhausted
+from jlora.errors import QueueFull, ResourceExhausted, ShortOfMemory
 from jlora.types import FinishReason, Request, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Scheduler:
         """Ends a request with an error; the final events of its unfinished completions."""
         log.error("request %d has failed", handle, exc_info=error)
         if isinstance(error, MemoryError):
-            error = ResourceExhausted("the server has too little memory for the request; try again later")
+            error = ShortOfMemory("the server has too little memory for the request; try again later")
         return [replace(event, error=error) for event in self.abort(handle, now)]
 
     def arrived(self, adapter: AdapterNode, now: float) -> None:

@@ -31,7 +31,7 @@ from jlora.types import AdapterInfo, EngineStats, Request
 # Keys whose values are paths on the server: clients do not see them.
 PRIVATE_KEYS = frozenset({
     "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "adapters.registry",
-    "serve.compile_cache", "serve.profile_dir",
+    "engine.step_model", "serve.compile_cache", "serve.profile_dir",
     "serve.keys", "serve.otlp_endpoint", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
     "cluster.addresses", "cluster.controller", "cluster.token_file", "cluster.env",
     "cluster.ray_address", "cluster.ray_token_file",

@@ -196,7 +196,10 @@ def test_a_replica_that_is_away_does_not_keep_a_router_from_its_start(
 def test_a_router_is_made_for_the_queues_of_all_its_replicas():
     parts = launcher.Parts(FakeFleet({}), FakeDirectory(), LeastLoaded(), OsThreads())
     assert launcher.program(parts, configuration.ClusterConfig(replicas=3)).replicas == 3
-    assert launcher.program(parts, configuration.ClusterConfig(addresses=("a:1", "b:1"))).replicas == 2
+    named = configuration.ClusterConfig(fleet="static", addresses=("replicas.example:1",))  # any number of them
+    assert launcher.program(parts, named).replicas == launcher.NAMED
+    many = configuration.ClusterConfig(fleet="static", addresses=tuple(f"a{i}:1" for i in range(launcher.NAMED + 1)))
+    assert launcher.program(parts, many).replicas == launcher.NAMED + 1
 
 
 def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):

@@ -20,8 +20,9 @@ from tests.serve._server import wait_until
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "keys"),
-        ("keys = []", "has no keys"),
+        ("", "is empty; .*keys = ..` is for none"),
+        ("\n", "is empty"),
+        ("# none", "keys"),
         ("keys = [", "serve.keys"),
         ("keys = " + "9" * 5000, "serve.keys"),
         ('[[keys]]\nid = "00000000"\nsha256 = "12"\ntenant = "a"', r"sha256|\$.keys"),
@@ -67,6 +68,8 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     file.write_text(second)
     wait_until(lambda: known(new))
     assert not known(old)
+    file.write_text("keys = []")
+    wait_until(lambda: not known(new))
 
 
 def test_a_file_that_fails_in_an_unknown_way_is_read_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -110,13 +110,13 @@ def read(path: str) -> Keys:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"serve.keys = {path!r}: must have at most {MAX_BYTES} bytes")
+        if not content.strip():  # perhaps an editor writes it just now
+            raise ConfigError(f"serve.keys = {path!r}: is empty; `jlora keys new` makes a key, `keys = []` is for none")
         parsed = msgspec.toml.decode(content, type=_File)
     except OSError as e:
         raise ConfigError(f"serve.keys = {path!r}: {e.strerror}") from e
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or a number too long
         raise ConfigError(f"serve.keys = {path!r}: {e}") from e
-    if not parsed.keys:
-        raise ConfigError(f"serve.keys = {path!r}: has no keys; `jlora keys new` makes one")
     known = {key.id: (bytes.fromhex(key.sha256), key.caller()) for key in parsed.keys}
     if len(known) < len(parsed.keys):
         raise ConfigError(f"serve.keys = {path!r}: two keys have the same id")

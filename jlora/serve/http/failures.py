@@ -31,6 +31,7 @@ FAILURES: Mapping[type[Exception], Failure] = {
     errors.FailedPrecondition: Failure(400, "not_supported"),
     errors.DataLoss: Failure(400, "damaged_file"),
     errors.ResourceExhausted: Failure(400, "does_not_fit"),
+    errors.ShortOfMemory: Failure(503, "unavailable", retry=True),
     errors.NotFound: Failure(404, "model_not_found"),
     errors.AlreadyExists: Failure(409, "already_exists"),
     BodyTooLarge: Failure(413, "request_too_large"),

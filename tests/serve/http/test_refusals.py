@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from jlora.config import ServeConfig
+from jlora.errors import ShortOfMemory
 from jlora.serve.backend import Backend
-from jlora.serve.http import protocol
+from jlora.serve.http import failures, protocol
 from jlora.serve.http.schema import MAX_PARTS, ChatBody, CompletionBody
 from jlora.serve.texts import MAX_MESSAGES
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, request, serving, wait_until
@@ -225,6 +226,11 @@ def test_a_body_past_the_limit_is_413_before_it_is_read(served: Served, http: ht
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
         )  # and no body
         assert raw.recv(64).startswith(b"HTTP/1.1 413")
+
+
+def test_short_memory_is_a_passing_state_of_the_server_and_no_fault_of_the_request():
+    status, body, headers = failures.answer(ShortOfMemory("too little memory; try again later"), "/v1/completions")
+    assert (status, headers["retry-after"]) == (503, "1") and "try again later" in body["error"]["message"]
 
 
 def test_a_full_queue_is_429_with_a_time_to_wait(served: Served, http: httpx.Client):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SHORT = "ResourceExhausted"
-LACKS = ("NotFound", "DataLoss", SHORT)  # with these, a router asks one other replica
+LACKS = ("NotFound", "DataLoss", SHORT, "ShortOfMemory")  # with these, a router asks one other replica
 
 
 class Blame:
