@@ -8,7 +8,7 @@ A --target runs already. A --config is started here, from a TOML file or from se
 between them (NAME= alone: the defaults). Without --model it serves a random model with random
 adapters, written into --work. All servers play the same trace, A B A B, each time from an empty
 prefix cache and the trace's own history (--keep-cache leaves the cache as it is). Prints tables, and
-writes JSON and a figure into --out. The same command continues an interrupted run.
+writes JSON and a figure into --out, named by trace and settings. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,20 +42,23 @@ from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Trace, facts
 from jlora.sim.workloads import flags
 
+CONTROL_S = 60.0  # a call between two runs
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs it; returns the exit code."""
     args = parser().parse(list(argv))
     try:
+        check(args)
         with sides.servers(args) as servers:
-            result = run(args, servers)
+            print(run(args, servers), flush=True)
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench serve: {e}", file=sys.stderr)
         return 1
-    except grpc.aio.AioRpcError as e:  # between two requests of the trace
+    except grpc.aio.AioRpcError as e:  # before a run
         print(f"jlora bench serve: the server failed: {e.code().name}: {e.details()}", file=sys.stderr)
+        print("The same command continues after the finished rounds.", file=sys.stderr)
         return 1
-    print(report.write(args.out, result))
     return 0
 
 
@@ -77,31 +81,42 @@ def parser() -> Parser:
     return made
 
 
-def run(args: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, Any]:
-    """Plays the trace to all servers in turn; returns what goes into the results file."""
+def check(args: argparse.Namespace) -> None:
+    """Checks the flags before a server is started. Raises ConfigError."""
+    flags.check(flags.drawing(args, trace.DRAWN))
+    flags.at_least(args, 0, "warmup", "rounds", "minutes", "random_adapters")
+    flags.above_0(args, "timeout", "slo_ttft", "slo_tpot")
+    for name in ("out", "work"):
+        report.prepare(f"--{name}", getattr(args, name))
+
+
+def run(args: argparse.Namespace, servers: Mapping[str, Server]) -> str:
+    """Plays the trace to all servers in turn and writes the results; returns the report as text."""
     limits = limits_of(list(servers.values()), args.adapters)
     drawn = trace.draw(args, limits)
     models = trace.models(drawn, limits)
     first = next(iter(servers.values()))
     known_facts = facts(drawn, first.info.block_tokens, [first.adapters[name] for name in models])
-    print(known_facts.text(drawn.name), flush=True)
+    print("\n".join([known_facts.text(drawn.name), *flags.remarks(drawn)]), flush=True)
+    last = drawn.turns[-1].at
+    if args.warmup > last and not drawn.users:  # in a closed loop nobody knows when the last one is due
+        raise ConfigError(f"--warmup {args.warmup:g}: must be at most {last:g}, when the last request is due")
     settings = {
         "trace": trace.describe(args, drawn),
         "sides": {name: server.describe() for name, server in servers.items()},
         "adapters": models,
         "slo": asdict(Slo(args.slo_ttft, args.slo_tpot)),
-        "pace": asdict(Pace(args.speed, args.timeout)),
+        "pace": {"speed": args.speed, **asdict(Pace(args.timeout))},
         "warmup_s": args.warmup,
         "kept_cache": args.keep_cache,
     }
-    journal = Unfinished(args.work / f"serve-{drawn.digest()}.jsonl", settings)
+    journal = Unfinished(args.work / f"{report.name_of(settings)}.jsonl", settings)
     turns = [
         Side(name, lambda s=server: asyncio.run(_play(args, s, drawn, models))) for name, server in servers.items()
     ]
     measure(journal, "rounds", turns, Budget(args.rounds or (5 if len(servers) > 1 else 1), args.minutes))
     rounds = compared(journal.rounds)
-    journal.done()
-    return {
+    result = {
         "benchmark": "serve",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": machine.command("jlora bench"),
@@ -113,6 +128,9 @@ def run(args: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, An
         "rounds": rounds,
         "summary": {name: summarise(rounds, name, next(iter(servers))) for name in servers},
     }
+    text = report.write(args.out, result)
+    journal.done()
+    return text
 
 
 def compared(rounds: Sequence[Round]) -> list[Round]:
@@ -130,19 +148,22 @@ def compared(rounds: Sequence[Round]) -> list[Round]:
 
 async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:
     total = sum(turn.at >= 0 for turn in drawn.turns)
-    key = server.login.metadata
+    call = {"metadata": server.login.metadata, "timeout": CONTROL_S}
     async with server.login.aio(server.address) as channel:
         control = rpc.ControlStub(channel)
         if not args.keep_cache:
-            await control.FlushCache(pb.FlushCacheRequest(), metadata=key)
-        before = await control.GetCacheState(pb.GetCacheStateRequest(), metadata=key)
+            await control.FlushCache(pb.FlushCacheRequest(), **call)
+        before = await control.GetCacheState(pb.GetCacheStateRequest(), **call)
         with tqdm(total=total, desc=server.address, unit="req", leave=False) as bar:
-            target, pace = GrpcTarget(channel, server.login), Pace(args.speed, args.timeout)
+            target, pace = GrpcTarget(channel, server.login), Pace(args.timeout)
             player = Player(target, drawn, models, pace, bar.update)
             await player.history()
             calls = await player.play()
-        after = await control.GetCacheState(pb.GetCacheStateRequest(), metadata=key)
-    return {**sample(calls, Slo(args.slo_ttft, args.slo_tpot), args.warmup), "cache": cache(before, after)}
+        try:
+            told = cache(before, await control.GetCacheState(pb.GetCacheStateRequest(), **call))
+        except grpc.aio.AioRpcError:  # it has died, or hangs; what it has answered counts
+            told = dict.fromkeys(cache(before, before), math.nan)
+    return {**sample(calls, Slo(args.slo_ttft, args.slo_tpot), args.warmup), "cache": told}
 
 
 def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
@@ -154,7 +175,7 @@ def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits
         if name in activated:
             raise ConfigError(f"--adapters {name}: is an activated LoRA, which the trace's prompts do not invoke")
         if name not in common:
-            raise ConfigError(f"--adapters {name}: is not on every server; they have {', '.join(common) or 'none'}")
+            raise ConfigError(f"--adapters {name}: is not on every server; they have {trace.listed(common)}")
     return Limits(
         max_len=min(server.info.max_model_len for server in servers),
         vocab=min(server.info.vocab for server in servers),

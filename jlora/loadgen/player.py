@@ -19,7 +19,7 @@ import numpy as np
 
 from jlora.loadgen.server import Failed, GrpcTarget, Part
 from jlora.sim.script import HISTORY, Script
-from jlora.sim.trace import Trace, Turn, sped_up
+from jlora.sim.trace import Trace, Turn
 from jlora.types import Timing, Usage
 
 HISTORY_AT_ONCE = 16  # turns of the history that are under way together
@@ -73,9 +73,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a trace is played: `speed` times as fast, each request for at most `timeout_s`."""
+    """How a trace is played: each request for at most `timeout_s`."""
 
-    speed: float = 1.0
     timeout_s: float = 600.0
 
 
@@ -94,7 +93,7 @@ class Player:
         self._models = models  # the server's name for each adapter of the trace
         self._pace = pace
         self._tick = tick
-        self._script = Script(sped_up(trace, pace.speed).turns)
+        self._script = Script(trace.turns)
         self._calls: list[Call] = []
         self._start = 0.0
         self._live = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
 import math
+import os
 import statistics
 import sys
 from collections import Counter
@@ -16,25 +18,44 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jlora.errors import ConfigError
+from jlora.loadgen.player import OK
 from jlora.loadgen.rounds import Sample
-from jlora.loadgen.sample import known
+from jlora.loadgen.sample import ERRORS, known
 
 LATE_S = 0.01  # a client that sends 1 % of the requests later than this adds to what it measures
 ADAPTERS = 20  # in the report; the JSON has all
 KINDS = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 
 
+def prepare(flag: str, directory: Path) -> None:
+    """Makes a directory. Raises ConfigError, which names the flag, if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{flag} {directory}: {e.strerror}") from e
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {directory}: cannot be written")
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """The name of a run's files. Other settings have another one."""
+    trace = settings["trace"]["name"].replace(", ", "-").replace(" ", "-")
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"serve-{trace}-{digest}"
+
+
 def write(out: Path, record: Mapping[str, Any]) -> str:
-    """Writes OUT/serve-TRACE.json and .png; returns the report as text."""
-    out.mkdir(parents=True, exist_ok=True)
-    name = "serve-" + record["settings"]["trace"]["name"].replace(", ", "-").replace(" ", "-")
-    (out / f"{name}.json").write_text(json.dumps(_plain(record), indent=1) + "\n")
-    draw(record, out / f"{name}.png")
+    """Writes the results as JSON and a figure into `out`; returns the report as text."""
+    path = out / f"{name_of(record['settings'])}.json"
+    path.write_text(json.dumps(_plain(record), indent=1) + "\n")
+    draw(record, path.with_suffix(".png"))
     console = Console(file=io.StringIO(), width=200, highlight=False)
     for table in tables(record):
         console.print(table)
     for line in notes(record):
         console.print(line, markup=False)
+    console.print(f"Written: {path}", markup=False, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -64,7 +85,7 @@ def _row(side: str, runs: Sequence[Sample]) -> dict[str, str]:
     def of(key: str, inner: str = "") -> float:
         return statistics.median(known([run[key][inner] if inner else run[key] for run in runs]))
 
-    failed = statistics.median(sum(e["count"] for e in run["errors"]) for run in runs)
+    failed = statistics.median(_failed(run) for run in runs)
     cached = statistics.median(run["cached_tokens"] / max(run["prompt_tokens"], 1) for run in runs)
     return {
         "side": side,
@@ -82,7 +103,7 @@ def _row(side: str, runs: Sequence[Sample]) -> dict[str, str]:
         "latency s": _told(of("latency", "p50"), 2),
         "latency p99": _told(of("latency", "p99"), 2),
         "cached": f"{cached:.0%}",
-        "adapter hits": f"{of('cache', 'adapter_hits'):.0%}",
+        "adapter hits": _told(100 * of("cache", "adapter_hits"), 0, "%"),
         "differ": f"{of('different'):.0f}",
     }
 
@@ -118,13 +139,29 @@ def notes(record: Mapping[str, Any]) -> Iterator[str]:
     )
     for side in record["summary"]:
         runs = [r[side] for r in record["rounds"]]
-        errors = Counter[tuple[str, str]]()
-        for error in (error for run in runs for error in run["errors"]):
-            errors[error["status"], error["message"]] += error["count"]
-        yield from (f"{side}: failed {n} x {status}: {message}" for (status, message), n in errors.items())
+        yield from (f"{side}: {line}" for line in failures(runs))
+        if silent := sum(math.isnan(run["cache"]["adapter_hits"]) for run in runs):
+            yield f"{side}: after {silent} of {len(runs)} runs the server did not say what its cache had done."
         p99 = statistics.median(run["lateness"]["p99"] for run in runs)
         warning = " The client was busy: its own delay is in these times." if p99 > LATE_S else ""
         yield f"{side}: the client sent requests {1e3 * p99:.1f} ms late (p99).{warning}"
+
+
+def failures(runs: Sequence[Sample]) -> Iterator[str]:
+    """A line for each of the most frequent kinds of errors, and one for all others."""
+    errors = Counter[tuple[str, str]]()
+    for error in (error for run in runs for error in run["errors"]):
+        errors[error["status"], error["message"]] += error["count"]
+    told = errors.most_common(ERRORS)
+    yield from (f"failed {n} x {status}: {message}" for (status, message), n in told)
+    kinds = len(errors) - len(told) + sum(run["error_kinds"] - len(run["errors"]) for run in runs)
+    if kinds:
+        rest = sum(map(_failed, runs)) - sum(n for _, n in told)
+        yield f"failed {rest} x: {kinds} more kinds of errors"
+
+
+def _failed(run: Sample) -> int:
+    return run["requests"] - run["status"].get(OK, 0)
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -147,8 +184,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _told(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+def _told(value: float, digits: int, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
 
 
 def _plain(value: Any) -> Any:

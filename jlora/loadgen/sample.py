@@ -15,6 +15,7 @@ from jlora.loadgen.player import Call, answers
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim import outcome
 
+ERRORS = 20  # kinds of errors that are kept: a message may be of a single request
 QUANTILES = (50, 90, 95, 99)
 
 
@@ -42,12 +43,13 @@ def sample(calls: Sequence[Call], slo: Slo, warmup_s: float = 0.0) -> dict[str, 
     seconds = max(call.ended for call in counted) - warmup_s
     met = sum(map(slo.met, counted))
     ttft, tpot = spread([call.ttft for call in good]), spread([call.tpot for call in good])
-    errors = Counter((call.status, call.detail) for call in counted if not call.ok).most_common(20)
+    errors = Counter((call.status, call.detail) for call in counted if not call.ok)
     return {
         "requests": len(counted),
         "seconds": seconds,
         "status": dict(Counter(call.status for call in counted)),
-        "errors": [{"status": status, "message": detail, "count": n} for (status, detail), n in errors],
+        "errors": [{"status": s, "message": detail, "count": n} for (s, detail), n in errors.most_common(ERRORS)],
+        "error_kinds": len(errors),
         "requests_per_s": len(good) / seconds,
         "tokens_per_s": sum(len(call.tokens) for call in good) / seconds,
         "goodput_per_s": met / seconds,
@@ -105,7 +107,7 @@ def by_adapter(calls: Sequence[Call], slo: Slo) -> list[dict[str, Any]]:
 
 def cache(before: pb.CacheState, after: pb.CacheState) -> dict[str, float]:
     """What the server's cache did between two snapshots."""
-    return {**outcome.hits_and_bytes(before, after), "invalid_kv": after.invalid_kv}
+    return {**outcome.hits_and_bytes((before, after)), "invalid_kv": after.invalid_kv}
 
 
 def known(values: Sequence[float]) -> list[float]:

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 
 from jlora.errors import ConfigError
-from jlora.sim.trace import Trace, lengths
+from jlora.sim.trace import Trace, lengths, sped_up
 from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags, play
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
 MOST_SHRINK = 1 << 20  # a trace whose lengths are divided by more has nothing of itself left
+LISTED = 8  # names in a message
+NONE = (
+    "no adapters to ask for: the server has none; load some, name them with --adapters, or give a --trace without any"
+)
 DRAWN: Mapping[str, Any] = {
     "workload": "W7",
     "data": None,
@@ -40,29 +44,16 @@ class Limits:
 def draw(args: argparse.Namespace, limits: Limits) -> Trace:
     """The trace that the flags ask for. Raises ConfigError, which says what `--shrink` would make lengths fit."""
     args = flags.drawing(args, DRAWN)
-    flags.check(args)
-    if not limits.adapters:
-        raise ConfigError("no adapters to ask for: the server has none; load some, or name them with --adapters")
     own = args.trace is not None
     trace = flags.own(args, limits.vocab, limits.max_len, "the server") if own else _built_in(args, limits)
+    trace = sped_up(_dealt(trace, limits) if own else trace, args.speed)
     return closed(trace, args.users) if args.users else trace
 
 
 def models(trace: Trace, limits: Limits) -> list[str]:
-    """The server's adapter for each of the trace's: of the same name, or dealt in turn if it has none of these.
-
-    Raises ConfigError if it has some of these names and not others.
-    """
-    known = [name for name in trace.adapters if name in limits.adapters]
-    if len(known) == len(trace.adapters):
-        return known
-    if known:
-        unknown = next(name for name in trace.adapters if name not in limits.adapters)
-        raise ConfigError(
-            f"trace {trace.name}: asks for adapter {unknown!r}, which is not on every server, and for {known[0]!r}, "
-            f"which is; they have {', '.join(limits.adapters)}"
-        )
-    return [limits.adapters[i % len(limits.adapters)] for i in range(len(trace.adapters))]
+    """The server's adapter for each of the trace's: of the same name, or by number if it lacks any of these."""
+    there = set(trace.adapters) <= set(limits.adapters)
+    return list(trace.adapters if there else limits.adapters[: len(trace.adapters)])
 
 
 def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
@@ -74,8 +65,40 @@ def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
     return {"name": trace.name, "digest": trace.digest(), "data": bool(args.data), **chosen}
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "") if names else "none"
+
+
+def _dealt(trace: Trace, limits: Limits) -> Trace:
+    """A trace of the server's names, or of others: no more than it has adapters, because several share one in turn.
+
+    Raises ConfigError if the server has some of the names and not others.
+    """
+    have, count = set(limits.adapters), len(limits.adapters)
+    known = [name for name in trace.adapters if name in have]
+    if len(known) == len(trace.adapters):
+        return trace
+    if known:
+        unknown = next(name for name in trace.adapters if name not in have)
+        raise ConfigError(
+            f"trace {trace.name}: asks for adapter {unknown!r}, which is not on every server, and for {known[0]!r}, "
+            f"which is; they have {listed(limits.adapters)}"
+        )
+    if not have:
+        raise ConfigError(NONE)
+    if len(trace.adapters) <= count:
+        return trace
+    turns = (replace(turn, adapter=None if turn.adapter is None else turn.adapter % count) for turn in trace.turns)
+    name = f"{trace.name}, {len(trace.adapters)} names dealt to {count}"
+    return replace(trace, name=name, turns=tuple(turns), adapters=trace.adapters[:count])
+
+
 def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
     """A workload whose sessions end at the server's context. Refused when that cuts too many requests."""
+    if not limits.adapters:
+        raise ConfigError(NONE)
     source = SOURCES[args.workload](args.data)
     load = flags.load_of(args, len(limits.adapters), limits.vocab, limits.max_len)
     if (lost := _lost(source, load)) > LOST:

@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     args.gap = args.arrivals = None
     try:
         args = flags.drawing(args, DRAWN)
+        flags.at_least(args, 0, "seed")
+        flags.above_0(args, "rate", "seconds")
         if args.trace is not None and args.names:
             raise ConfigError(f"{args.names[0]}: is a built-in workload; leave it out, or --trace {args.trace}")
         if args.trace is not None:
@@ -73,4 +75,4 @@ def _told(trace: Trace, shrink: int, ranks: str, seed: int) -> str:
     text = facts(trace, BLOCK_TOKENS // shrink, sizes).text(
         trace.name + (f", lengths / {shrink}" if shrink > 1 else "")
     )
-    return f"{text}\n  trace {trace.digest()}"
+    return "\n".join([text, f"  trace {trace.digest()}", *flags.remarks(trace)])

@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
 from jlora.step_model import FittedSteps, StepModel
 
 DESCRIPTION = "Simulates one replica or many with the product's engine, cache and policies on hardware that you name."
+CHIP = "npu"
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
 # An engine of the paper's size; --set changes it.
 ENGINE = {"engine.max_seqs": 128, "engine.max_step_tokens": 1024, "engine.max_queue": 1 << 20}
@@ -53,20 +54,15 @@ DRAWN: Mapping[str, Any] = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, chip: str | None = "npu") -> None:
-    """The flags of `jlora sim`. `chip`: the default of `--chip`."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jlora sim`."""
     what = parser.add_argument_group("workload")
     flags.add(what, DRAWN)
     what.add_argument("--adapters", type=int, help="number of adapters (default: 100)")
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="equal shares; hot:...: highest on most popular")
     what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch this many seconds before a turn")
     where = parser.add_argument_group("hardware")
-    where.add_argument(
-        "--chip",
-        default=chip,
-        choices=list(CHIPS),
-        help="npu is FASTLIBRA's" + (f" (default: {chip})" if chip else ""),
-    )
+    where.add_argument("--chip", choices=list(CHIPS), help=f"{CHIP} is FASTLIBRA's (default of jlora sim: {CHIP})")
     where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
     where.add_argument("--model", default="llama-2-7b", choices=list(MODELS), help="(default: llama-2-7b)")
     where.add_argument("--steps", type=Path, metavar="JSON", help="measured step times instead of the chip's peaks")
@@ -91,32 +87,42 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     many.check_alone(args)
     args.policy = args.policy or (list(CHOSEN) if args.replicas == 1 else ["jlora"])
     args.route = args.route or [TABLE if args.place else "jlora"]
+    args.chip = args.chip or (None if args.steps else CHIP)
     scenario = scenario_of(args)
     check(args, scenario)
     trace = trace_of(args, scenario.hardware)
     ranks = mixes.ranks_of(args.ranks, trace, args.seed)
     work = Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
     losses.check(losses.parse(args.fail, args.replicas), end_of(trace))
-    print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
+    print("\n".join([work.facts.text(trace.name), f"  trace {trace.digest()}", *flags.remarks(trace)]), flush=True)
     results, took = [], []
-    for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):
-        began = time.perf_counter()
-        if route:
-            service, route = many.played(args, ranks, route)
-            results.append(simulate_service(scenario, service, work, policy, route))
-        else:
-            results.append(_play(scenario, work, policy))
-        took.append(f"{results[-1].get('route') or policy} {time.perf_counter() - began:.1f} s")
-        if route:  # it may take minutes
-            print(f"simulated {took[-1]}", file=sys.stderr, flush=True)
-    print(heading(results[0]["setting"]))
-    print(outcome.table(results) if args.replicas == 1 else outcome.table(results, many.TABLE, ("policy", "route")))
-    print(f"\nsimulated in: {', '.join(took)}")
+    try:
+        for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):
+            began = time.perf_counter()
+            if route:
+                service, route = many.played(args, ranks, route)
+                results.append(simulate_service(scenario, service, work, policy, route))
+            else:
+                results.append(_play(scenario, work, policy))
+            took.append(f"{results[-1].get('route') or policy} {time.perf_counter() - began:.1f} s")
+            if route:  # it may take minutes
+                print(f"simulated {took[-1]}", file=sys.stderr, flush=True)
+    finally:  # an interrupt ends the run, and leaves the rows of what was played
+        if results:
+            print(told(results, took))
     if args.json is not None:
         record = {"workload": trace.name, "digest": trace.digest(), "seed": args.seed, "flags": described(args)}
         record |= {"version": __version__, "commit": commit(), "facts": work.facts.describe(), "runs": results}
         args.json.write_text(json.dumps(record) + "\n")
     return 0
+
+
+def told(results: Sequence[Mapping[str, Any]], took: Sequence[str]) -> str:
+    """What was simulated, a row for each result, and how long they took."""
+    setting = results[0]["setting"]
+    alone = setting.get("replicas", 1) == 1
+    table = outcome.table(results) if alone else outcome.table(results, many.TABLE, ("policy", "route"))
+    return f"{heading(setting)}\n{table}\n\nsimulated in: {', '.join(took)}"
 
 
 def heading(setting: Mapping[str, Any]) -> str:
@@ -134,6 +140,7 @@ def check(args: argparse.Namespace, scenario: Scenario) -> None:
     """Checks the flags before a trace is drawn. Raises ConfigError."""
     flags.check(args)
     many.check(args)
+    flags.writable(args.json)
     for policy in args.policy:
         cache_of(policy, scenario.cache)
         if args.users and policy == Clairvoyant.name:
@@ -156,9 +163,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         if not equals or key.partition(".")[0] not in ("cache", "engine"):
             raise ConfigError(f"--set {key}: must be cache.KEY=VALUE or engine.KEY=VALUE")
     config = configuration.load(None, {**ENGINE, **{key: value for key, _, value in pairs}})
-    for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
+    sizes = ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s")
+    flags.at_least(args, 0, *sizes)
     hardware, step = hardware_of(args)
     return Scenario(
         hardware,
@@ -176,12 +182,18 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def hardware_of(args: argparse.Namespace) -> tuple[Hardware, StepModel | FittedSteps | None]:
-    """The hardware and its measured steps. A file of `jlora doctor fit` names model, device and pool itself."""
+    """The hardware and its measured steps. A file of `jlora doctor fit` names model, device and pool itself.
+
+    Raises ConfigError.
+    """
     if args.steps is not None and FittedSteps.wrote(args.steps):
         steps = FittedSteps.read(args.steps)
         return Hardware.fitted(steps), steps
-    hardware = Hardware(CHIPS[args.chip], args.chips, MODELS[args.model])
-    return hardware, StepModel.fitted(args.steps, hardware.spec.name, hardware.chips) if args.steps else None
+    model = MODELS[args.model]
+    step = StepModel.fitted(args.steps, model.name, args.chips) if args.steps else None
+    if args.chip is None:
+        raise ConfigError(f"--steps {args.steps}: names no memory and no link: give --chip, of {', '.join(CHIPS)}")
+    return Hardware(CHIPS[args.chip], args.chips, model), step
 
 
 def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:

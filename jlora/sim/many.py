@@ -15,6 +15,7 @@ from jlora.sim import service as simulated
 from jlora.sim.kernels import KERNELS
 from jlora.sim.service import TABLES, Service
 from jlora.sim.wires import Balance
+from jlora.sim.workloads import flags
 
 # Column of the table -> (part of a result, key, factor, digits).
 TABLE: Mapping[str, tuple[str, str, float, int]] = {
@@ -34,6 +35,8 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
     "moved": ("service", "moved", 1, 0),
     "resumed": ("service", "resumed", 1, 0),
     "unfinished": ("summary", "unfinished", 1, 0),
+    "unsent": ("summary", "unsent", 1, 0),
+    "refused": ("summary", "refused", 1, 0),
 }
 
 
@@ -82,14 +85,9 @@ def check_alone(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Checks the numbers and names. Raises ConfigError."""
-    if args.replicas < 1:
-        raise ConfigError(f"--replicas {args.replicas}: must be at least 1")
-    for name in ("slo_ms", "delay_ms", "fetch_gbps", "path_gbps"):
-        if not getattr(args, name) >= 0:  # nan is not
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
-    for name in ("place_s", "migrate_s"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be more than 0")
+    flags.at_least(args, 1, "replicas")
+    flags.at_least(args, 0, "slo_ms", "delay_ms", "fetch_gbps", "path_gbps")
+    flags.above_0(args, "place_s", "migrate_s")
     for route in args.route:
         if route == LORASERVE:
             if args.place not in ("", LORASERVE):

@@ -111,21 +111,21 @@ def summary(asks: Sequence[Ask], end: float) -> dict[str, float]:
     }
 
 
-def cache(before: CacheState, after: CacheState) -> dict[str, float]:
-    """Activity of the cache between two states."""
+def cache(*spans: tuple[CacheState, CacheState]) -> dict[str, float]:
+    """Activity of one cache or several together, each between two states."""
     return {
-        **hits_and_bytes(before, after),
-        "recomputed_tokens": after.recomputed_tokens - before.recomputed_tokens,
-        "evictions": after.clean_evictions - before.clean_evictions,
-        "streamed": after.streamed - before.streamed,
+        **hits_and_bytes(*spans),
+        "recomputed_tokens": sum(after.recomputed_tokens - before.recomputed_tokens for before, after in spans),
+        "evictions": sum(after.clean_evictions - before.clean_evictions for before, after in spans),
+        "streamed": sum(after.streamed - before.streamed for before, after in spans),
     }
 
 
-def hits_and_bytes(before: Any, after: Any) -> dict[str, float]:
+def hits_and_bytes(*spans: tuple[Any, Any]) -> dict[str, float]:
     """The part of `cache` that both `CacheState` and its gRPC message have."""
 
     def grown(name: str) -> int:
-        return getattr(after, name) - getattr(before, name)
+        return sum(getattr(after, name) - getattr(before, name) for before, after in spans)
 
     looked = max(grown("kv_lookup_tokens"), 1)
     return {

@@ -45,7 +45,7 @@ Stuck = Callable[[int, int], bool]  # fewer replicas, and more: whether these br
 def main(argv: Sequence[str]) -> int:
     """Runs `jlora cluster plan`; returns the exit code: 1 if no number in question is enough."""
     made = Parser("jlora cluster plan", DESCRIPTION)
-    cli.add_flags(made, chip=None)
+    cli.add_flags(made)
     made.set_defaults(replicas=None)
     made.add_argument("--on", nargs="+", default=[], choices=list(CHIPS), metavar="CHIP", help="chips to compare")
     made.add_argument("--attain", type=float, default=0.99, help="share that must meet the objective (default: 0.99)")
@@ -84,18 +84,16 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0: a plan's clients send no hints")
     if args.fail:
         raise ConfigError("--fail: a plan is of replicas that nothing happens to; jlora sim plays losses")
-    if args.most < 1:
-        raise ConfigError(f"--most {args.most}: must be at least 1")
+    flags.at_least(args, 1, "most")
     if args.route is not None and len(args.route) > 1 or args.policy is not None and len(args.policy) > 1:
         raise ConfigError("a plan takes one --route and one --policy")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: {args.json.parent} is no directory")
+    flags.writable(args.json)
     many.check(numbered(args, 1))
 
 
 def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
     """The least number of replicas of a chip (0: none is enough), and every number that was tried."""
-    args = flags.drawing(argparse.Namespace(**{**vars(args), "chip": chip or next(iter(CHIPS))}), cli.DRAWN)
+    args = flags.drawing(argparse.Namespace(**{**vars(args), "chip": chip}), cli.DRAWN)
     scenario = cli.scenario_of(args)
     trace = cli.trace_of(args, scenario.hardware)
     ranks = mixes.ranks_of(args.ranks, trace, args.seed)
@@ -113,11 +111,11 @@ def plan(args: argparse.Namespace, chip: str | None) -> dict[str, Any]:
 
     facts, step, chips = work.facts, scenario.step_model, scenario.hardware.chips
     pool_blocks(scenario, work)  # raises if a replica has no room
-    print(
+    said = (
         f"{scenario.hardware.spec.name} on {chips} x {name}, routed by {numbered(args, 1).route[0]}; "
-        f"{trace.name}: {facts.requests} requests, {facts.rate:.2f}/s",
-        flush=True,
+        f"{trace.name}: {facts.requests} requests, {facts.rate:.2f}/s"
     )
+    print("\n".join([said, *flags.remarks(trace)]), flush=True)
     wanted = f"{args.attain:.1%} within {args.slo_ms:g} ms per token"
     if (least_ms := 1e3 * (step.fixed_s + step.weights_s)) > args.slo_ms:
         print(f"No number is enough for {wanted}: a step takes {least_ms:.1f} ms. What helps: {PARTS['decode_s'][1]}\n")

@@ -137,7 +137,7 @@ def simulate(
         "setting": describe(scenario, spec),
         "summary": outcome.summary(asks, end)
         | {"unsent": replay.unsent, "preemptions": replica.scheduler.preemptions - preempted},
-        "cache": outcome.cache(before, after) | {"invalid_kv": series.mean("invalid_kv")},
+        "cache": outcome.cache((before, after)) | {"invalid_kv": series.mean("invalid_kv")},
         "device": {
             "seconds": end,
             "steps": steps,

@@ -105,7 +105,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
     for member in fleet.members.values():
         inspect.check_integrity(member.manager)
     members = [*fleet.members.values(), *fleet.dead]
-    caches = [outcome.cache(before.get(id(m), new), inspect.state(m.manager, block_bytes)) for m in members]
+    spans = [(before.get(id(m), new), inspect.state(m.manager, block_bytes)) for m in members]
     asks, end = [ask for ask in fleet.counted if ask.turn.at >= service.warm_s], fleet.now - service.warm_s
     busy = [(member.device.counts.busy_s - worked.get(id(member), 0.0)) / end for member in members]
     result = {
@@ -114,7 +114,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         "setting": describe(scenario, members[0].spec) | {"replicas": service.replicas, "kernel": service.kernel},
         "summary": outcome.summary(asks, end)
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
-        "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
+        "cache": outcome.cache(*spans),
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
         "service": told(asks, end, service)
         | {"missed": missed(asks, service)}
@@ -287,8 +287,3 @@ def moved(fleet: Fleet) -> dict[str, int]:
     told = {"plans": len(plans), "greedy": greedy, "moved": fleet.moved}
     told |= {"candidates_most": max((plan.candidates for plan in fleet.plans), default=0)}
     return told | {"lost": len(fleet.dead), "resumed": fleet.resumed}
-
-
-def _joined(key: str, values: Sequence[float]) -> float:
-    shares = key.endswith("hits")
-    return statistics.fmean(values) if shares else sum(values)

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "session")
 NEEDED = COLUMNS[:3]
+BEYOND = "fields beyond the columns"
 FIRST_ID = 3  # token ids below are special in most vocabularies
 
 
@@ -74,12 +75,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Turns in order of `at`; `adapters` are names by index, `users` the number of a closed loop's (0: open loop)."""
+    """Turns in order of `at`.
+
+    Attributes:
+        adapters: names by index.
+        users: number of a closed loop's; 0: open loop.
+        lost: requests of its workload that it leaves out, because they exceed the context.
+    """
 
     name: str
     turns: tuple[Turn, ...]
     adapters: tuple[str, ...]
     users: int = 0
+    lost: int = 0
 
     @property
     def asked(self) -> Counter[int]:
@@ -348,7 +356,7 @@ class _Row(msgspec.Struct):
 def _rows(path: Path) -> Iterator[_Row]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-            reader = csv.DictReader(file, restval="")
+            reader = csv.DictReader(file, restkey=BEYOND, restval="")
             missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
             if missing:
                 raise ConfigError(
@@ -358,7 +366,13 @@ def _rows(path: Path) -> Iterator[_Row]:
             if extra := [name for name in reader.fieldnames or () if name not in COLUMNS]:
                 log.warning("trace %s: not used: %s; used: %s", path, ", ".join(extra), ", ".join(COLUMNS))
             for line, row in enumerate(reader, 2):
-                yield _row(row, f"trace {path}: line {line}")
+                where = f"trace {path}: line {line}"
+                if BEYOND in row:
+                    most = len(reader.fieldnames or ())
+                    raise ConfigError(
+                        f"{where}: has {most + len(row[BEYOND])} fields: must be at most {most}, as in the first line"
+                    )
+                yield _row(row, where)
     except OSError as e:
         raise ConfigError(f"trace {path}: {e.strerror}") from e
     except (UnicodeDecodeError, csv.Error) as e:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -150,13 +149,6 @@ def test_history_comes_first_and_is_no_part_of_the_figures():
 def test_a_history_that_fails_ends_the_run():
     with pytest.raises(RuntimeError, match="history failed: INTERNAL"):
         play(trace(turn(-1.0, number=-1), turn(0.0)), ["INTERNAL", "y"])
-
-
-def test_speed_plays_the_trace_faster():
-    began = time.perf_counter()
-    calls, _ = play(trace(turn(0.0), turn(20.0, session=1)), ["x", "y"], Pace(speed=100.0))
-    assert time.perf_counter() - began < 5
-    assert calls[1].due == pytest.approx(0.2)
 
 
 def test_no_server_is_one_clear_line():

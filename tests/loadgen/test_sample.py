@@ -7,6 +7,7 @@ import math
 import pytest
 
 from jlora.loadgen.player import Call, differing
+from jlora.loadgen.report import failures
 from jlora.loadgen.sample import Slo, by_adapter, cache, sample, spread
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim.trace import Turn
@@ -44,6 +45,14 @@ def test_failures_are_counted_by_status_with_their_words():
     assert found["status"] == {"OK": 1, "UNAVAILABLE": 2, "NOT_FOUND": 1}
     assert found["errors"][0] == {"status": "UNAVAILABLE", "message": "no", "count": 2}
     assert found["ttft"]["mean"] == pytest.approx(0.1)  # a failure has no first token, and is no fast one
+
+
+def test_the_most_frequent_errors_are_kept_and_all_kinds_are_counted():
+    calls = [failed(i, "INTERNAL", f"fault {i}") for i in range(30)] + [failed(30, "INTERNAL", "fault 7")]
+    found = sample(calls, Slo(), 0)
+    assert len(found["errors"]) == 20 and found["errors"][0] == {"status": "INTERNAL", "message": "fault 7", "count": 2}
+    assert found["error_kinds"] == 30 and found["status"] == {"INTERNAL": 31}
+    assert list(failures([found]))[-1] == "failed 10 x: 10 more kinds of errors"
 
 
 def test_a_run_without_an_answer_is_still_a_result():

@@ -16,7 +16,7 @@ from jlora.loadgen.trace import Limits, draw, models
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim.script import user_of
-from jlora.sim.trace import COLUMNS, Trace, longest, shrunk
+from jlora.sim.trace import COLUMNS, Trace, facts, longest, shrunk
 from jlora.sim.workloads import flags
 
 SERVER = Limits(max_len=512, vocab=300, adapters=["sql", "de", "fr"])
@@ -25,7 +25,9 @@ SERVER = Limits(max_len=512, vocab=300, adapters=["sql", "de", "fr"])
 def drawn(*argv: str, limits: Limits = SERVER) -> Trace:
     made = Parser("test", "")
     flags.add(made, load_trace.DRAWN)
-    return draw(made.parse(list(argv)), limits)
+    args = made.parse(list(argv))
+    flags.check(args)
+    return draw(args, limits)
 
 
 def csv(tmp_path: Path, *rows: str) -> str:
@@ -62,12 +64,50 @@ def test_a_trace_of_ones_own_is_taken_whole_or_refused(tmp_path: Path):
 
 def test_adapters_go_by_name_where_all_are_there_and_else_in_turn():
     assert models(Trace("t", (), ("fr", "sql")), SERVER) == ["fr", "sql"]
-    assert models(Trace("t", (), ("a0", "a1", "a2", "a3")), SERVER) == ["sql", "de", "fr", "sql"]
+    assert models(Trace("t", (), ("x", "y")), SERVER) == ["sql", "de"]
 
 
-def test_a_trace_of_known_and_unknown_adapters_is_refused():
-    with pytest.raises(ConfigError, match="asks for adapter 'nosuch', which is not on every server"):
-        models(Trace("mine", (), ("fr", "nosuch")), SERVER)
+def test_names_that_the_server_lacks_share_its_adapters_in_turn(tmp_path: Path):
+    trace = drawn("--trace", csv(tmp_path, *(f"{i},40,4,x{i}," for i in range(5)), "9,40,4,,"))
+    assert trace.name == "mine, 5 names dealt to 3"
+    assert [turn.adapter for turn in trace.turns] == [0, 1, 2, 0, 1, None]
+    assert models(trace, SERVER) == ["sql", "de", "fr"]
+    assert facts(trace, 16, [1, 1, 1]).adapters == 3
+
+
+def test_a_trace_of_known_and_unknown_adapters_is_refused(tmp_path: Path):
+    many = Limits(512, 300, ["fr", *(f"b{i}" for i in range(5000))])
+    with pytest.raises(ConfigError, match="asks for adapter 'nosuch', which is not on every server") as e:
+        drawn("--trace", csv(tmp_path, "0,40,4,fr,", "1,40,4,nosuch,"), limits=many)
+    assert "they have fr, b0, b1, " in str(e.value) and "and 4993 more" in str(e.value) and len(str(e.value)) < 250
+
+
+def test_a_built_in_workload_takes_whatever_names_a_server_has():
+    """Its own are placeholders, and one of them may be a server's by chance."""
+    limits = Limits(512, 300, ["sql", "a1", "a7"])
+    assert models(drawn("--shrink", "2", limits=limits), limits) == ["sql", "a1", "a7"]
+
+
+def test_speed_is_part_of_the_trace_and_its_facts(tmp_path: Path):
+    path = csv(tmp_path, "0,40,4,de,s", "8,60,4,de,s")
+    slow, fast = drawn("--trace", path), drawn("--trace", path, "--speed", "4")
+    assert fast.turns[1].at == 2 and fast.digest() != slow.digest()
+    assert facts(fast, 16, [1]).rate == 4 * facts(slow, 16, [1]).rate
+
+
+def test_the_base_model_alone_can_be_loaded(tmp_path: Path):
+    bare = Limits(512, 300, [])
+    trace = drawn("--trace", csv(tmp_path, "0,40,4,,"), limits=bare)
+    assert len(trace.turns) == 1 and models(trace, bare) == []
+    with pytest.raises(ConfigError, match="no adapters to ask for"):
+        drawn("--trace", csv(tmp_path, "0,40,4,de,"), limits=bare)
+
+
+def test_more_users_than_sessions_are_refused(tmp_path: Path):
+    path = csv(tmp_path, "0,40,4,de,s", "1,60,4,de,s", "2,40,4,de,t")
+    assert drawn("--trace", path, "--users", "2").users == 2
+    with pytest.raises(ConfigError, match="--users 3: must be at most 2, the sessions of trace mine; a larger --sec"):
+        drawn("--trace", path, "--users", "3")
 
 
 def test_activated_adapters_are_not_asked_for():
@@ -93,11 +133,13 @@ def test_a_closed_loop_and_a_law_can_be_asked_for():
     [
         (["--users", "-1"], "--users -1"),
         (["--shrink", "0"], "--shrink 0"),
-        (["--rate", "0"], "load rate: 0"),
+        (["--rate", "0"], "--rate 0: must be above 0"),
         (["--popularity", "zipff"], "popularity 'zipff'"),
         (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
         (["--trace", "no.csv"], "no.csv"),
         (["--speed", "0"], "--speed 0"),
+        (["--rate", "inf"], "--rate inf: must be above 0, and finite"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
         (["--seconds", "0.001"], "workload W7: no request within 0.001 s at 1/s"),
         (
             ["--trace", "no.csv", "--workload", "W7"],

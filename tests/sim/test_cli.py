@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jlora import __version__, machine
 from jlora.cli import main
+from jlora.sim import cli
+from jlora.sim.observe import Observer
+from jlora.sim.scenario import Scenario, Work
+from jlora.step_model import FORMAT, StepModel
 
 SHORT = ["sim", "--workload", "W3", "--rate", "4", "--seconds", "8", "--gap", "10", "--adapters", "20"]
 
@@ -71,6 +78,14 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
         (["--shrink", "0"], "--shrink 0: must be at least 1"),
         (["--speed", "0"], "--speed 0: must be above 0"),
         (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
+        (["--speed", "inf"], "--speed inf: must be above 0, and finite"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--link-gbps", "inf"], "--link-gbps inf: must be at least 0, and finite"),
+        (["--host-gb", "inf"], "--host-gb inf: must be at least 0, and finite"),
+        (["--host-gb", "nan"], "--host-gb nan: must be at least 0, and finite"),
+        (["--users", "900"], "--users 900: must be at most "),
+        (["--json", "nodir/out.json"], "--json nodir/out.json: nodir is no directory"),
+        (["--json", "/"], "--json /: cannot be written"),
         (["--migrate"], "--migrate: needs a router: set --replicas to 2 or more"),
         (["--place", "loraserve"], "--place: needs a router"),
         (["--route", "jlora"], "--route: needs a router"),
@@ -90,6 +105,13 @@ def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsy
     out, error = capsys.readouterr()
     assert message in error and error.startswith("jlora sim: ") and error.count("\n") == 1
     assert "--policy" not in flags or out == ""  # known before a trace is drawn
+
+
+@pytest.mark.parametrize("flag", ["--rate", "--seconds", "--gap"])
+def test_a_workload_has_finite_numbers(flag: str, capsys: pytest.CaptureFixture[str]):
+    for command in ("sim", "bench serve --target 127.0.0.1:1"):
+        assert main([*command.split(), flag, "inf"]) == 1
+        assert f"{flag} inf: must be above 0, and finite" in capsys.readouterr().err
 
 
 def test_one_replica_takes_the_defaults_of_many():
@@ -130,6 +152,49 @@ def test_a_trace_that_is_missing_or_too_long_is_refused(tmp_path: Path, capsys: 
     assert "8100 tokens exceeds llama-2-7b's context of 4096: give --shrink 2" in error
     assert main(["sim", "--trace", str(path), "--policy", "jlora", "--shrink", "2"]) == 0
     assert "prompts of 4000" in capsys.readouterr().out
+
+
+def test_requests_that_do_not_fit_and_users_without_one_are_told(capsys: pytest.CaptureFixture[str]):
+    argv = ["sim", "--workload", "W8", "--shrink", "16", "--rate", "2", "--policy", "lru"]
+    assert main([*argv, "--seconds", "30", "--users", "20"]) == 0
+    out = capsys.readouterr().out
+    requests = int(re.findall(r"(\d+) requests of", out)[0])
+    lost, every = map(int, re.findall(r"\n(\d+) of (\d+) requests do not fit the context", out)[0])
+    assert every - lost == requests and lost > 0
+    assert re.search(r"\nonly 1\d of 20 users have a request", out)
+
+
+def test_an_interrupt_leaves_the_rows_of_what_was_played(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real, played = cli.simulate, []
+
+    def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Observer]) -> dict[str, Any]:
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        played.append(policy)
+        return real(scenario, work, policy, observers)
+
+    monkeypatch.setattr(cli, "simulate", simulate)
+    assert main([*SHORT, "--policy", "jlora", "lru", "slora"]) == 130
+    rows = capsys.readouterr().out.splitlines()[-4:-2]
+    assert [row.split()[0] for row in rows] == ["jlora", "lru"]
+
+
+def test_measured_steps_without_a_device_need_the_chip(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The file has no memory and no link; those of another card would give wrong results in silence."""
+    path = tmp_path / "step.json"
+    names = [field.name for field in dataclasses.fields(StepModel)]
+    coefficients = dict.fromkeys(names, 1e-5)
+    record = {"format": FORMAT, "model": "llama-2-7b", "chips": 1, "coefficients": coefficients}
+    path.write_text(json.dumps(record))
+    assert main([*SHORT, "--policy", "jlora", "--steps", str(path)]) == 1
+    assert "names no memory and no link: give --chip, of npu, a100" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["cluster", "plan", *SHORT[1:], "--slo-ms", "50", "--steps", str(path)])
+    assert "names no memory and no link: give --chip" in capsys.readouterr().err
+    assert main([*SHORT, "--policy", "jlora", "--steps", str(path), "--chip", "h100"]) == 0
+    assert "1 x h100, llama-2-7b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, shrink", [("W1b", "8"), ("W8", "16")])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import replace
+
 import pytest
 
 from jlora.sim import outcome
 from jlora.sim.replay import Ask
 from jlora.sim.trace import Turn
-from jlora.types import Timing, Usage
+from jlora.types import CacheState, Timing, Usage
 
 
 def ask(sent: float, ttft: float | None = None, output: int = 5, tpot: float = 0.1) -> Ask:
@@ -55,6 +58,18 @@ def test_a_row_has_every_column_and_nothing_of_what_was_not_answered():
     assert None not in answered and len(answered) == len(outcome.COLUMNS)
     found = dict(zip(outcome.COLUMNS, open_, strict=True))
     assert found["sent_s"] == 2.0 and found["ttft_s"] is None and found["cached"] is None
+
+
+def test_the_hits_of_several_caches_weigh_by_their_requests():
+    """A replica that nothing asked neither helps nor harms the rate of all."""
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(CacheState)), 0)
+    none = CacheState(**fields)  # pyright: ignore[reportArgumentType]
+    asked = {"adapter_hits": 9, "adapter_lookups": 10, "kv_lookup_tokens": 100, "kv_hit_tokens": 60}
+    busy = replace(none, **asked, kv_host_hit_tokens=20, bytes_swapped_in=7, recomputed_tokens=3)
+    told = outcome.cache((none, busy), (busy, busy), (none, replace(none, adapter_lookups=2, bytes_swapped_in=1)))
+    assert told["adapter_hits"] == pytest.approx(9 / 12)
+    assert (told["kv_device_hits"], told["kv_host_hits"]) == pytest.approx((0.4, 0.2))
+    assert (told["bytes_in"], told["recomputed_tokens"]) == (8, 3)
 
 
 def test_a_run_without_requests_has_figures_too():

@@ -43,6 +43,7 @@ def test_a_prompt_shorter_than_its_session_starts_anew(tmp_path: Path):
         (f"{HEAD}\n0,0,1,a,s\n", "at least 1"),
         (f"{HEAD}\n0,1.5,1,a,s\n", "must be a whole number"),
         (f"{HEAD}\nnan,1,1,a,s\n", "line 2: arrival_s = 'nan': must be a number"),
+        (f"{HEAD}\n0,1,1,a,s\n1,1,1,a,s,,\n", "line 3: has 7 fields: must be at most 5, as in the first line"),
     ],
 )
 def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jlora.errors import ConfigError
+from jlora.sim.script import user_of
 from jlora.sim.trace import Trace, longest, read_csv, shrunk
 from jlora.sim.workloads import SOURCES, Load, arrivals, popularity
 
@@ -63,10 +65,51 @@ def check(args: argparse.Namespace) -> None:
     """Checks the numbers. Raises ConfigError."""
     if args.users < 0:
         raise ConfigError(f"--users {args.users}: must be at least 1, or 0 for an open loop")
-    if args.shrink < 1:
-        raise ConfigError(f"--shrink {args.shrink}: must be at least 1")
-    if not args.speed > 0:
-        raise ConfigError(f"--speed {args.speed:g}: must be above 0")
+    at_least(args, 1, "shrink")
+    at_least(args, 0, "seed")
+    above_0(args, "rate", "seconds", "gap", "speed")
+
+
+def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises ConfigError for a flag that is less, or not finite."""
+    for name in names:
+        _check(args, name, f"at least {least}", lambda value: value >= least)
+
+
+def above_0(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for a flag that is 0 or less, or not finite. One that is not given may be None."""
+    for name in names:
+        _check(args, name, "above 0", lambda value: value > 0)
+
+
+def _check(args: argparse.Namespace, name: str, limit: str, holds: Callable[[float], bool]) -> None:
+    value = getattr(args, name)
+    if value is None or (math.isfinite(value) and holds(value)):
+        return
+    told = f"{value:g}" if isinstance(value, float) else value
+    limit = limit if math.isfinite(value) else f"{limit}, and finite"
+    raise ConfigError(f"--{name.replace('_', '-')} {told}: must be {limit}")
+
+
+def writable(path: Path | None) -> None:
+    """Raises ConfigError if `--json` cannot be written, before hours are spent on what it would hold."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: {path.parent} is no directory")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path}: cannot be written")
+
+
+def remarks(trace: Trace) -> list[str]:
+    """What the trace leaves out of what the flags ask for, a line each."""
+    found, asking = [], len({user_of(turn) for turn in trace.turns if turn.at >= 0})
+    if trace.lost:
+        every = trace.lost + sum(turn.at >= 0 for turn in trace.turns)
+        found.append(f"{trace.lost} of {every} requests do not fit the context and are left out; see --shrink")
+    if asking < trace.users:
+        found.append(f"only {asking} of {trace.users} users have a request; see --seconds and --rate")
+    return found
 
 
 def own(args: argparse.Namespace, vocab: int, max_len: int, whose: str) -> Trace:

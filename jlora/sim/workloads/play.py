@@ -25,10 +25,10 @@ ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
 
 
 def play(source: Source, load: Load) -> Trace:
-    """Draws a trace with sessions of `source` at the rate of `load`.
+    """Draws a trace with sessions of `source` at the rate of `load`. Requests that exceed `max_len` are left out.
 
     With fewer adapters than a group has roles, several roles share one. Raises DoesNotFit if more than
-    half of the requests exceed `max_len`, and ConfigError if there are none.
+    half of the requests do, and ConfigError if there are none.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
     past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that started before have ended
@@ -52,17 +52,23 @@ def play(source: Source, load: Load) -> Trace:
         )
     if not kept:
         raise ConfigError(f"workload {source.name}: no request within {load.seconds:g} s at {load.rate:g}/s")
-    return Trace(source.name, tuple(turns), tuple(f"a{i}" for i in range(load.adapters)))
+    return Trace(source.name, tuple(turns), tuple(f"a{i}" for i in range(load.adapters)), lost=lost)
 
 
 def closed(trace: Trace, users: int) -> Trace:
     """The same sessions as a closed loop. Each of `users` users takes one session after the other.
 
-    The gap between two turns becomes the time to think between answer and question.
+    The gap between two turns becomes the time to think between answer and question. Raises ConfigError if some
+    users have no session.
     """
     sessions: dict[object, list[Turn]] = {}
     for turn in trace.turns:
         sessions.setdefault(user_of(turn), []).append(turn)
+    if len(sessions) < users:
+        raise ConfigError(
+            f"--users {users}: must be at most {len(sessions)}, the sessions of trace {trace.name}; a larger --seconds "
+            "or --rate draws more of a named workload"
+        )
     clocks, turns = [0.0] * users, []
     for number, session in enumerate(sessions.values()):
         user, before = number % users, math.inf
