@@ -42,7 +42,9 @@ def _one_of(*words: str) -> Meta:
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0, lt=2**20)]
+PathName = Annotated[str, Meta(description="a path")]  # a leading ~ is the home directory
 Paths = Annotated[tuple[str, ...], Meta(description=f"a list of paths, in one string with {os.pathsep!r} between them")]
+PathTable = Annotated[Mapping[str, str], Meta(description="a table of name = path")]
 Addresses = Annotated[tuple[str, ...], Meta(description="a list of HOST:PORT, in one string with ',' between them")]
 
 
@@ -72,10 +74,10 @@ class AdaptersConfig:
     "base" lets the base answer.
     """
 
-    paths: Annotated[Mapping[str, str], Meta(description="a table of name = path")] = field(default_factory=dict)
-    dir: str = ""
+    paths: PathTable = field(default_factory=dict)
+    dir: PathName = ""
     roots: Paths = ()
-    registry: str = ""
+    registry: PathName = ""
     lazy: bool = False
     readers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_rank: Positive = 256
@@ -142,7 +144,7 @@ class EngineConfig:
     layers: Annotated[str, _one_of("auto", "scan", "unroll")] = "auto"
     kernels: Annotated[str, _one_of("auto", "pallas", "xla")] = "auto"
     one_row: Annotated[str, _one_of("auto", "on", "off")] = "auto"
-    step_model: str = ""
+    step_model: PathName = ""
     cold_start: Annotated[str, _one_of("auto", "wait", "stream", "cpu")] = "stream"
     merge: str = "off"
     merge_starve_s: Annotated[float, Meta(gt=0, lt=1e6)] = 2.0
@@ -184,13 +186,13 @@ class ServeConfig:
     stall_s: Annotated[float, Meta(gt=0)] = 30.0
     coalesce_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
     max_request_mib: Annotated[float, Meta(gt=0, lt=2048)] = 4.0
-    keys: str = ""
+    keys: PathName = ""
     insecure: bool = False
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_client_ca: str = ""
-    compile_cache: str = "auto"
-    profile_dir: str = ""
+    tls_cert: PathName = ""
+    tls_key: PathName = ""
+    tls_client_ca: PathName = ""
+    compile_cache: PathName = "auto"
+    profile_dir: PathName = ""
     otlp_endpoint: str = ""
     log_level: Annotated[str, _one_of("debug", "info", "warning")] = "info"
 
@@ -233,14 +235,14 @@ class ClusterConfig:
     fleet: Annotated[str, _one_of("local", "ray", "static")] = "local"
     addresses: Addresses = ()
     controller: str = ""
-    token_file: str = ""
+    token_file: PathName = ""
     tls_name: str = ""
     resources: Annotated[Mapping[str, Amount], Meta(description="a table of NAME = amount")] = field(
         default_factory=dict
     )
     env: Annotated[Mapping[str, str], Meta(description='a table of NAME = "value"')] = field(default_factory=dict)
     ray_address: str = ""
-    ray_token_file: str = ""
+    ray_token_file: PathName = ""
     place_s: Annotated[float, Meta(gt=0, lt=1e6)] = 60.0
     start_timeout_s: Annotated[float, Meta(gt=0, lt=1e6)] = 600.0
     suspect_s: Annotated[float, Meta(gt=0, lt=1e6)] = 0.5
@@ -322,7 +324,7 @@ def one_of(word: str, options: Iterable[str]) -> str:
 
 def _read_toml(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ConfigError(f"config file {path}: {getattr(e, 'strerror', e)}") from e
 
@@ -359,13 +361,24 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
     if hint == Addresses and isinstance(value, str):
         value = [address for address in value.split(",") if address]
     try:
-        return msgspec.convert(value, hint, strict=False)
+        return _expanded(msgspec.convert(value, hint, strict=False), hint)
     except msgspec.ValidationError as e:
         found = re.match(r"Expected `(\w+)`([^,]*)", str(e))  # a number beyond float's range has a message of its own
         kind, bound = found.groups() if found else ("float", f" ({e})")
         described = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), None)
         shown = repr(value) if kind == "str" else repr(value).strip("'")
         raise ConfigError(f"{dotted} = {shown}: must be {described or _KINDS[kind] + bound}") from e
+
+
+def _expanded(value: Any, hint: Any) -> Any:
+    """The value with the home directory for `~`, if it is of a path or of several. No shell expands NAME=~/path."""
+    if hint == PathName:
+        return os.path.expanduser(value)
+    if hint == Paths:
+        return tuple(map(os.path.expanduser, value))
+    if hint == PathTable:
+        return {name: os.path.expanduser(path) for name, path in value.items()}
+    return value
 
 
 def _checked(config: Config) -> Config:

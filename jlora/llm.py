@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 import queue
 import threading
 import time
@@ -26,7 +27,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -34,7 +35,15 @@ from tqdm.auto import tqdm
 from jlora import config as configs
 from jlora.config import Config
 from jlora.engine.local import LocalReplica
-from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, QueueFull, Unavailable
+from jlora.errors import (
+    ConfigError,
+    FailedPrecondition,
+    InvalidArgument,
+    JloraError,
+    QueueFull,
+    ResourceExhausted,
+    Unavailable,
+)
 from jlora.model import hub
 from jlora.replica import Replica
 from jlora.serve.stream import Answer, joined
@@ -80,6 +89,8 @@ class Completion:
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to free the device."""
 
+    _open: ClassVar[weakref.WeakSet[LLM]] = weakref.WeakSet()  # of this process
+
     def __init__(
         self,
         model: str | Path | None = None,
@@ -99,10 +110,12 @@ class LLM:
         directory = hub.resolve(settings.model.path)
         settings = configs.replace(settings, {"model.path": str(directory)})
         self.tokenizer = Tokenizer.from_dir(directory)
-        self._replica: Replica = LocalReplica.start(settings, progress=progress)
+        self._process = os.getpid()
+        self._started = self._start(settings, progress)
         self._progress = progress
-        # Runs once: on close(), on garbage collection, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, _close, self._replica)
+        # For who does not call close(): on garbage collection or at exit, whichever comes first.
+        self._stop = weakref.finalize(self, _close, self._started, self._process)
+        LLM._open.add(self)
 
     def generate(
         self,
@@ -167,7 +180,8 @@ class LLM:
 
         Raises AlreadyExists if the name is in use and `replace` is False.
         """
-        return self._replica.load_adapter(name, str(path), pinned=pinned, replace=replace, lazy=lazy).result()
+        directory = os.path.expanduser(str(path))
+        return self._replica.load_adapter(name, directory, pinned=pinned, replace=replace, lazy=lazy).result()
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Waits for the adapter's running requests, then frees it."""
@@ -181,8 +195,10 @@ class LLM:
         return self._replica.state().result().cache
 
     def close(self) -> None:
-        """Stops the engine and frees the device. A second call does nothing."""
-        self._stop()
+        """Stops the engine and frees the device. A second call does nothing, or finishes one that was interrupted."""
+        _close(self._started, self._process)
+        self._stop.detach()
+        LLM._open.discard(self)
 
     def __enter__(self) -> LLM:
         return self
@@ -191,7 +207,25 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM({self._replica.info.model!r})"
+        return f"LLM({self._started.info.model!r})"
+
+    @classmethod
+    def _start(cls, settings: Config, progress: bool) -> Replica:
+        try:
+            return LocalReplica.start(settings, progress=progress)
+        except (ConfigError, ResourceExhausted) as e:
+            if not cls._open:
+                raise
+            raise type(e)(f"{e} (another LLM of this process is open: close() it first if it has the memory)") from e
+
+    @property
+    def _replica(self) -> Replica:
+        if os.getpid() != self._process:  # its threads did not come along: a call would wait for ever
+            raise FailedPrecondition(
+                f"LLM: belongs to process {self._process}, and cannot be used in its forked child {os.getpid()}; "
+                "start the child with multiprocessing's spawn, and make an LLM there"
+            )
+        return self._started
 
     def _chats(self, conversations: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
         if self.tokenizer is None:
@@ -321,7 +355,9 @@ class LLM:
                     raise Unavailable(f"the engine has not moved for {age:.0f} s") from None
 
 
-def _close(replica: Replica) -> None:
+def _close(replica: Replica, process: int) -> None:
+    if os.getpid() != process:  # a fork's copy: the device and the files are the parent's
+        return
     if threading.current_thread().name.startswith("jlora-"):  # a garbage collection runs on any thread
         threading.Thread(target=replica.close, name="jlora-close").start()  # none can wait for its own end
     else:

@@ -165,7 +165,7 @@ def settled(replica: LocalReplica, info: AdapterInfo) -> Future[AdapterInfo]:
 
 def compile_beside(replica: LocalReplica, form: Any) -> Future[None]:
     """Compiles a form on the compiler's thread."""
-    return replica._compiler.submit(replica._compile, form)
+    return replica._remaining._thread.submit(replica._remaining._compile, form)
 
 
 def end_threads(replica: LocalReplica) -> None:
@@ -339,3 +339,14 @@ def sources_of_programs() -> bytes:
 def between_steps(llm: LLM, command: Callable[[], T]) -> Future[T]:
     """Runs on the thread of the model's engine."""
     return llm._replica.between_steps(command)  # type: ignore[attr-defined]
+
+
+def part_of(llm: LLM, name: str) -> Any:
+    """Of the model's replica: `_thread`, which runs the engine, or `_engine`."""
+    return getattr(llm._started, name)
+
+
+def weights(llm: LLM) -> jax.Array:
+    """One of the weights that the model began with."""
+    replica: Any = llm._started
+    return replica._built.runner.weights.params["norm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import socket
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from jlora import __version__, cli
-from jlora.serve import console
+from jlora.model import checkpoint
+from jlora.serve import client, console
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
 from tests.serve import _server
@@ -114,6 +117,18 @@ def test_convert_says_what_it_wrote_or_why_not(tmp_path: Path, capsys: pytest.Ca
     assert code == 1 and err.startswith("jlora convert: ") and err.count("\n") == 1
 
 
+def test_convert_makes_its_target_before_it_reads_a_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    _make.make_model(tmp_path / "plain")
+    (tmp_path / "file").write_text("")
+    read: list[object] = []
+    monkeypatch.setattr(checkpoint, "load_params", lambda *args, **_: read.append(args))
+    code, _, err = run(["convert", str(tmp_path / "plain"), str(tmp_path / "file" / "fast")], capsys)
+    assert (code, err.count("\n")) == (1, 1) and "Not a directory" in err and "file/fast" in err
+    assert not read
+
+
 # -- generate -----------------------------------------------------------------------------------
 
 
@@ -149,6 +164,25 @@ def test_generate_complains_in_one_line(served: Served, capsys: pytest.CaptureFi
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
     code, _, err = run(["generate", "--server", nobody, "Hello"], capsys)
     assert code == 1 and f"no server answers at {nobody}" in err and "jlora serve" in err
+
+
+@pytest.mark.parametrize("flags", [["a\udcff"], ["--stop", "\udcff", "a"], ["-"], []])
+def test_what_is_no_utf8_is_refused_in_one_line(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    code, _, err = run(["generate", "--server", "127.0.0.1:1", *flags], capsys)
+    assert code == 1 and "must be UTF-8 text" in err and err.count("\n") == 1
+    assert err.startswith("jlora generate: " + ("a flag" if "--stop" in flags else "the prompt"))
+
+
+def test_a_key_may_end_its_line(monkeypatch: pytest.MonkeyPatch):
+    """As one that a shell has read from a file with Windows' line ends."""
+    flags = argparse.ArgumentParser()
+    client.add_flags(flags.add_argument)
+    monkeypatch.setenv(client.KEY_VARIABLE, "abc\r\n")
+    assert Login.of(flags.parse_args([])).key == "abc"
+    assert Login.of(flags.parse_args(["--key", "xyz\n"])).key == "xyz"
 
 
 def test_a_prompt_may_be_several_words_among_the_flags(served: Served, capsys: pytest.CaptureFixture[str]):
@@ -206,6 +240,28 @@ def test_chat_tells_a_script_that_the_last_turn_failed(
     assert code == 1 and "OUT_OF_RANGE" in err
     code, _, err = run(["chat", "--server", "127.0.0.1:1"], capsys)
     assert code == 1 and "no server answers at 127.0.0.1:1" in err
+
+
+def test_chat_goes_on_after_a_command_that_got_no_answer(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    class Restarting(console.Conversation):
+        asked = 0
+
+        def models(self) -> list[str]:
+            self.asked += 1
+            if self.asked == 2:
+                with Login().channel("127.0.0.1:1") as nobody:
+                    return console.Conversation(nobody, self.args).models()
+            if self.asked == 3:
+                raise KeyboardInterrupt
+            return super().models()
+
+    monkeypatch.setattr(console, "Conversation", Restarting)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/model\n/model upper\n/model\n"))
+    code, out, err = run(["chat", "--server", served.address], capsys)
+    assert code == 0 and out.endswith("\n(stopped)\nbase\nupper\n")
+    assert err.startswith("jlora chat: no server answers at ") and err.count("\n") == 1
 
 
 # -- the example --------------------------------------------------------------------------------

@@ -231,3 +231,17 @@ def test_bad_cluster_value_names_the_key(key: str, value: str):
 def test_an_address_is_host_and_port(address: str):
     with pytest.raises(ConfigError, match=f"cluster.addresses = {address!r}: must be HOST:PORT"):
         load(None, {"cluster.fleet": "static", "cluster.addresses": address})
+
+
+def test_a_tilde_is_the_home_directory_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = ("keys", "tls_cert", "tls_key", "tls_client_ca", "compile_cache", "profile_dir")
+    single = ["adapters.dir", "adapters.registry", "engine.step_model", *(f"serve.{name}" for name in files)]
+    single += ["cluster.token_file", "cluster.ray_token_file"]
+    made = load(None, {**dict.fromkeys(single, "~/x"), "adapters.roots": ["~/a", "/b"], "adapters.paths.sql": "~/s"})
+    for section, _, key in (dotted.partition(".") for dotted in single):
+        assert getattr(getattr(made, section), key) == f"{tmp_path}/x"
+    assert made.adapters.roots == (f"{tmp_path}/a", "/b") and made.adapters.paths == {"sql": f"{tmp_path}/s"}
+    assert load(None, {"serve.compile_cache": "auto", "model.name": "~/x"}).model.name == "~/x"
+    toml(tmp_path, '[model]\nname = "n"\n')
+    assert load("~/config.toml").model.name == "n"

@@ -5,11 +5,17 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import gc
+import os
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -294,3 +300,85 @@ def test_a_model_may_be_collected_on_its_own_engines_thread(files: Path):
     wait_until(lambda: not {thread for thread in threading.enumerate() if not thread.daemon} - before)
     with pytest.raises(Unavailable):
         llm.generate([[5, 6]])
+
+
+BARE = {**SMALL, "engine": {**SMALL["engine"], "warmup": False}}  # it starts sooner
+
+FORGETFUL = """
+import sys
+from jlora import LLM
+
+if __name__ == "__main__":
+    model, adapter, registry = sys.argv[1:]
+    kept = {"adapters.registry": registry, "model.name": "model"}
+    small = {"cache.hbm_blocks": 64, "cache.block_tokens": 8, "engine.warmup": False, "engine.max_step_tokens": 16}
+    llm = LLM(model, adapters={"one": adapter}, config={**small, **kept}, progress=False)
+    print(llm.generate([[5, 6]], adapter="one")[0].finish_reason)
+"""
+
+
+def test_a_script_that_forgets_to_close_ends_in_order(files: Path, tmp_path: Path):
+    """At its end Python's pools end first. The registry still gets what the model has to write."""
+    registry = tmp_path / "adapters.db"
+    script = [sys.executable, "-c", FORGETFUL, str(files / "ids"), str(files / "one"), str(registry)]
+    ended = subprocess.run(
+        script, capture_output=True, text=True, timeout=120, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert ended.returncode == 0 and ended.stdout.strip() and "Traceback" not in ended.stderr
+    with closing(sqlite3.connect(registry)) as table:
+        assert table.execute("select name, last_used > 0 from adapters").fetchall() == [("one", 1)]
+
+
+@pytest.mark.parametrize("step", ["_thread", "_engine"])
+def test_a_close_that_was_interrupted_is_finished_by_the_next(files: Path, monkeypatch: pytest.MonkeyPatch, step: str):
+    llm = LLM(files / "ids", config=BARE, progress=False)
+    part = port.part_of(llm, step)
+    waits = "join" if step == "_thread" else "close"
+    with monkeypatch.context() as patch:
+        patch.setattr(part, waits, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+    assert not port.weights(llm).is_deleted()
+    llm.close()
+    assert port.weights(llm).is_deleted()
+    llm.close()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_forked_child_is_refused_and_leaves_the_parents_model_alone(llm: LLM):
+    """Its threads stay behind, so that every call would wait for ever."""
+    asked, answered = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and jax warn of forks beside threads
+        child = os.fork()
+    if child == 0:
+        said = ""
+        for call in (lambda: llm.generate("a", GREEDY), llm.adapters, lambda: llm.stream("a")):
+            try:
+                call()
+            except FailedPrecondition as e:
+                said = f"{said}{e}\n"
+        llm.close()
+        os.write(answered, said.encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    lines = os.read(asked, 10_000).decode().splitlines()
+    assert len(lines) == 3 and set(lines) == {lines[0]} and f"process {os.getpid()}" in lines[0]
+    os.close(asked)
+    os.close(answered)
+    assert alone(llm, PROMPTS[0]).token_ids
+
+
+def test_a_second_model_that_does_not_fit_hears_of_the_first(llm: LLM, files: Path):
+    huge = {**BARE, "cache": {**SMALL["cache"], "host_gib": 100_000}}
+    with pytest.raises(ConfigError, match="host tier .* needs .*another LLM of this process is open: close"):
+        LLM(files / "ids", config=huge, progress=False)
+
+
+def test_a_home_directory_in_an_adapters_path(llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(files))
+    assert llm.load_adapter("home", "~/two").rank == 8
+    llm.unload_adapter("home")

@@ -192,7 +192,7 @@ class Catalogue:
         return ConfigError(f"adapters.registry = {self._path!r}: is damaged ({str(error)[:200]}); restore or remove it")
 
     def _prepare(self) -> None:
-        for pragma in ("journal_mode = wal", "synchronous = normal"):
+        for pragma in ("journal_mode = wal", "synchronous = full"):  # what was acknowledged outlives a power cut
             self._table.execute(f"pragma {pragma}")
         ((version,),) = self._table.execute("pragma user_version")
         if version > SCHEMA:
@@ -209,13 +209,28 @@ class Catalogue:
                 for statement, values in changes:
                     self._table.executemany(statement, values)
                 self._table.execute("commit")
+            except sqlite3.ProgrammingError as e:
+                raise Unavailable("the registry of adapters is closed") from e
             except (sqlite3.Error, ValueError) as e:
                 log.exception("the registry of adapters was not written")
                 if self._table.in_transaction:  # otherwise the next change could not begin its own
                     self._table.execute("rollback")
                 raise _refusal(e) from e
 
-        return self._writer.submit(write)
+        try:
+            return self._writer.submit(write)
+        except RuntimeError:  # the process ends, and its pools have ended before it: nobody else writes
+            return _answered(write)
+
+
+def _answered(write: Callable[[], None]) -> Future[None]:
+    """Calls it now."""
+    answer: Future[None] = Future()
+    try:
+        answer.set_result(write())
+    except JloraError as e:
+        answer.set_exception(e)
+    return answer
 
 
 def _refusal(error: sqlite3.Error | ValueError) -> JloraError:

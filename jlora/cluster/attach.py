@@ -67,8 +67,12 @@ class Terms:
 class Receiver(Protocol):
     """Receives what happens on a link. All methods run on the event loop, and must not block."""
 
+    def check(self, attached: Attached) -> None:
+        """A replica has answered; its `info` is known. Raises Broken if it may not be used: that ends the stream."""
+        ...
+
     def begun(self, attached: Attached) -> None:
-        """The replica takes requests from now on; its `info` is known. Errors as in `received`."""
+        """The replica takes requests from now on."""
         ...
 
     def received(self, attached: Attached, message: link.FromReplica) -> None:
@@ -170,7 +174,7 @@ class Attached:
         self._sends.append(message)
         self._more.set()
         if len(self._sends) > self._terms.most_sends:
-            self._give_up("it reads nothing")
+            self.give_up("it reads nothing")
 
     def view(self) -> ReplicaView:
         """What its last message said."""
@@ -217,11 +221,11 @@ class Attached:
             bound = max(bound, COMPILING_S)
         patience = self.info.config.serve.heartbeat_s if self.info is not None else math.inf
         if silent > bound:
-            self._give_up(f"no message for {silent:.2f} s")
+            self.give_up(f"no message for {silent:.2f} s")
         elif heard.unread and now - heard.unread[1] > max(DEAF_S, 2 * bound + BEAT_S):
-            self._give_up(f"it has read no message for {now - heard.unread[1]:.2f} s")
+            self.give_up(f"it has read no message for {now - heard.unread[1]:.2f} s")
         elif heard.state.age_s > patience and not heard.state.compiling:
-            self._give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
+            self.give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
 
     def _forgive(self, now: float) -> None:
         """Time in which this process did not run is no silence of the replica's, whatever runs first after it."""
@@ -271,6 +275,7 @@ class Attached:
         return "the replica has ended the stream"
 
     def _begin(self, channel: grpc.aio.Channel, first: link.FromReplica) -> None:
+        self._receiver.check(self)  # before it counts as attached
         now = self._terms.clock()
         self._sends.clear()
         self._ran = now
@@ -278,11 +283,7 @@ class Attached:
         self._heard.take(first.state, now)
         self.channel, self._up = channel, True
         log.info("replica %s at %s is attached", self.name, self.address)
-        try:
-            self._receiver.begun(self)
-        except Broken as e:
-            self._end(str(e), "down")  # now: until the channel has closed it would count as attached
-            raise
+        self._receiver.begun(self)
 
     def _hear(self, message: link.FromReplica) -> None:
         if not self._up:  # it has been given up meanwhile
@@ -308,7 +309,7 @@ class Attached:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns why
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Ends the stream now: its requests go on elsewhere before it has been closed."""
         self._end(why, "suspect")
         if self._stream is not None:

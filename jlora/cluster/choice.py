@@ -46,12 +46,16 @@ class Choice:
             return False
         return seen.sent < one.info.config.engine.max_queue + one.info.config.engine.max_seqs
 
-    def holders(self, routed: Routed) -> View:
-        """The replicas that are up and have its adapter in memory, without those that were found with other weights."""
-        assert routed.version is not None
-        key, others = routed.version.key, routed.others
-        return {
-            name: seen
-            for name, seen in self.books.view.items()
-            if name not in others and seen.health == "up" and seen.tiers.get(key) in THERE
-        }
+    def among(self, routed: Routed) -> View | None:
+        """The replicas that are up and may go on with its weights; None if none was found with others.
+
+        If the weights of its adapter have changed, these are replicas that have the adapter in memory.
+        """
+        others, strange = routed.others, routed.strange
+        if not (others or strange):
+            return None
+        up = {name: seen for name, seen in self.books.view.items() if seen.health == "up" and name not in strange}
+        if not others or routed.version is None:
+            return up
+        key = routed.version.key
+        return {name: seen for name, seen in up.items() if name not in others and seen.tiers.get(key) in THERE}

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 
-from jlora.adapters.invocation import last_occurrence
-from jlora.cluster import merged, wire
+from jlora.cluster import merged, versions, wire
+from jlora.cluster.alike import Alike
 from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
@@ -26,7 +26,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.view import View
-from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, ResourceExhausted, Unavailable
+from jlora.errors import Busy, DataLoss, NotFound, QueueFull, ResourceExhausted, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
 
@@ -66,10 +66,12 @@ class Dispatcher:
     prompts: Prompts = field(default_factory=Prompts)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
+    _alike: Alike = field(init=False)
 
     def __post_init__(self, policy: Policy) -> None:
         self.up_at = self.terms.clock()
         self.choice = Choice(policy, self.books, self.links)
+        self._alike = Alike(self.terms.clock)
 
     # -- the service ------------------------------------------------------------------------
 
@@ -108,21 +110,12 @@ class Dispatcher:
 
     def version(self, request: Request) -> Version | None:
         """The version that answers it. Raises NotFound, InvalidArgument as `Replica.submit`."""
-        if request.adapter is None:
-            return None
-        version = self.directory.current(request.adapter)
-        tokens, info = version.alora_invocation_tokens, self._info
-        if tokens and info is not None and info.config.adapters.alora_missing == "error":
-            if last_occurrence(request.prompt, tokens) is None:
-                raise InvalidArgument(
-                    f"prompt: does not hold the alora_invocation_tokens of adapter {request.adapter!r}"
-                )
-        return version
+        return versions.version_of(self.directory, request, self._info)
 
     def admit(self, request: Request, sink: Sink, submitted: Future[int]) -> None:
         """Takes a request and sends it as soon as a replica is there. Raises what `Replica.submit` fails with."""
         self._check_room(request.sampling.n)
-        version = self._held(request)
+        version = versions.held(self.directory, request, self._info)
         if request.sampling.seed is None:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
@@ -132,23 +125,6 @@ class Dispatcher:
         self.entries[routed.handle] = Entry(submitted, self.prompts.chain(request, version))
         self._handles[routed.name] = routed.handle
         self._dispatch(routed)
-
-    def _held(self, request: Request) -> Version | None:
-        """The version that answers the request, in use from now on.
-
-        It tries again if the version was replaced in between, because that one may be dropped already.
-        """
-        while (version := self.version(request)) is not None:
-            self.directory.begin(version)
-            held = False
-            try:
-                held = self.directory.current(version.name).key == version.key
-            finally:
-                if not held:
-                    self.directory.end(version)
-            if held:
-                return version
-        return None
 
     def _check_room(self, count: int) -> None:
         if self._info is not None:
@@ -190,18 +166,20 @@ class Dispatcher:
 
     # -- replicas (`Receiver`) ----------------------------------------------------------------
 
+    def check(self, attached: Attached) -> None:
+        """Raises Broken if a replica serves another model than the others, unless these make room for it."""
+        for name, why in self._alike.check(attached, self.attached, idle=not len(self.table)).items():
+            self.links[name].give_up(why)
+
     def begun(self, attached: Attached) -> None:
-        """A replica is attached. Raises Broken if it serves another model than the others."""
+        """A replica is attached. Answers that began with another model do not go on there."""
         assert attached.info is not None
-        infos = [one.info for one in self.attached if one.info is not None]
-        for info in infos:
-            if why := merged.difference(info, attached.info):
-                raise Broken(f"it does not serve what the others do: {why}")
-        if why := merged.rounding(infos[0], attached.info):
-            log.warning(
-                "replica %s rounds in another way (%s): a request that moves may end otherwise", attached.name, why
-            )
-        self._info = merged.info(infos)
+        for routed in self.table.all():
+            if routed.base is not None and merged.difference(routed.base, attached.info):
+                routed.strange.add(attached.name)
+            else:
+                routed.strange.discard(attached.name)
+        self._info = merged.info([one.info for one in self.attached if one.info is not None])
         self.prompts.begin(self._info.block_tokens)
         self._hear(attached, self.terms.clock())
         self._pump()
@@ -238,11 +216,12 @@ class Dispatcher:
         finally:  # also before a token that breaks the protocol: what is taken is never sent again
             for routed, events in batches.values():
                 self._begin(routed, len([event for event in events if event.token_id is not None]))
+                routed.made_by(attached.info)
                 self._give(routed, events)
         for routed in other.values():
             self._cancel(routed)
             routed.others.add(attached.name)
-            end = self._lose if self.choice.holders(routed) else self._fail
+            end = self._lose if self.choice.among(routed) else self._fail
             end(routed, _changed(routed))
         for failure in message.failures:
             self._failed(failure)
@@ -303,12 +282,14 @@ class Dispatcher:
         """
         if not self.books.is_up():
             return
-        now, sends, full = self.terms.clock(), 0, set[tuple[Version | None, frozenset[str]]]()
+        now, sends, full = self.terms.clock(), 0, set[tuple[Version | None, frozenset[str], frozenset[str]]]()
         for routed in self.table.waiting():
             # If a replica is lost meanwhile, because it takes nothing any more, `lost` has sent some of them.
             if routed.due > now or routed.rid or routed.handle not in self.entries:
                 continue
-            among = (routed.version, frozenset(routed.others)) if routed.others else None
+            among = None
+            if routed.others or routed.strange:
+                among = routed.version, frozenset(routed.others), frozenset(routed.strange)
             if among in full:
                 continue
             if not self._dispatch(routed):
@@ -365,7 +346,7 @@ class Dispatcher:
 
     def _send(self, routed: Routed, among: View | None = None) -> bool:
         moved, now = among is not None, self.terms.clock()
-        if routed.others and not moved and not (among := self.choice.holders(routed)):
+        if not moved and (among := self.choice.among(routed)) is not None and not among:
             self._fail(routed, _changed(routed))
             return True
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
@@ -496,4 +477,6 @@ class Dispatcher:
 
 def _changed(routed: Routed) -> DataLoss:
     """No replica goes on with the weights of its first token."""
+    if not routed.others:
+        return DataLoss("the model has changed: no replica has the one with which the answer began; send it again")
     return DataLoss(f"the files of adapter {routed.request.adapter!r} have changed; send it again")

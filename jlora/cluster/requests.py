@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from jlora.cluster.directory import Version
-from jlora.replica import Sink
+from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Done, FinishReason, Request, Timing, TokenEvent, Usage
 
 # Attempts in a row that deliver nothing before a request is given up: it may be what kills the replicas.
@@ -63,6 +63,8 @@ class Routed:
         moves: attempts that the router has ended to balance its replicas.
         avoid: where the last attempt was lost; "" on the first one.
         others: replicas whose weights of its adapter turned out to be others.
+        base: of a replica that has made tokens of it; None before the first one.
+        strange: replicas that serve another model than `base`.
         open: completions that have not ended.
     """
 
@@ -80,6 +82,8 @@ class Routed:
     moves: int = 0
     avoid: str = ""
     others: set[str] = field(default_factory=set)
+    base: ReplicaInfo | None = None
+    strange: set[str] = field(default_factory=set)
     open: int = field(init=False)
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
@@ -115,10 +119,15 @@ class Routed:
             self.version = replace(self.version, digest=digest)
         return self.version.digest == digest
 
+    def made_by(self, replica: ReplicaInfo | None) -> None:
+        """A replica has made tokens of it. The first one that tells a fingerprint counts: others may serve anything."""
+        if replica is not None and (self.base is None or (replica.base and not self.base.base)):
+            self.base = replica
+
     @property
     def movable(self) -> bool:
         """Whether the balance may move it once more: not if only some replicas have its weights."""
-        return self.moves < MOST_MOVES and not self.others
+        return self.moves < MOST_MOVES and not (self.others or self.strange)
 
     @property
     def due(self) -> float:

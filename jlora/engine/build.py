@@ -29,6 +29,7 @@ from jlora.config import AdaptersConfig, Config, EngineConfig, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
+from jlora.engine.batch import Buckets
 from jlora.engine.built import Between, Built, Finish, Phases
 from jlora.engine.cold_start import Costs
 from jlora.engine.device import Prepared
@@ -44,7 +45,7 @@ from jlora.engine.share import adapter_share
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory, steps_bytes
 from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
-from jlora.errors import ConfigError, DataLoss, JloraError, ResourceExhausted
+from jlora.errors import ConfigError, DataLoss, FailedPrecondition, JloraError, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.memory import KEPT_BYTES
 from jlora.model import checkpoint, hub, sharding
@@ -83,6 +84,8 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
+    if jax.config.jax_enable_x64:
+        raise FailedPrecondition("jax_enable_x64 = True: must be False: the engine's programs count in 32 bits")
     os.environ.update(machine.gpu_share(os.environ))  # no effect where the process has used jax before
     with ExitStack() as undo, ExitStack() as failed:
         built = _built(config, progress, system or System(), undo, failed)
@@ -109,20 +112,20 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     failed.callback(catalogue.close)
     found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
+    _check_host_size(config, found, reader)
     phases.end("adapters")
     prepared = device.prepare(config, spec, layout, lambda uid: registry.by_uid(uid).projections)
     first = _begin(prepared, directory, system, undo) if config.engine.warmup else None
     read = partial(_weights, directory, prepared)
     runner, pool = prepared.complete(read(progress), system.clock)
+    failed.callback(runner.close)  # a notebook keeps the error, and with it this frame
     phases.end("weights")
     host_blocks, found = _host_tier(config, found, reader)
     manager = make_manager(config, layout, host_blocks, spec, registry, system)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
     failed.callback(swapper.close)
-    merger = None
-    if config.engine.merge != "off":
-        merger = Merger(_base(config, prepared, partial(read, False)), runner, system.clock)
+    merger = _merger(config, prepared, partial(read, False), runner, system)
     switching = None if merger is None else _switching(config.engine, merger, registry, swapper)
     seeds = system.random or random.Random(config.model.seed)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
@@ -151,12 +154,22 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, finish)
 
 
+def _check_host_size(config: Config, found: list[Row | NewAdapter], reader: Reader) -> None:
+    """A size that is refused shows before the weights are read; it is checked again when they are there."""
+    if config.cache.host_blocks or config.cache.host_gib:
+        _host_blocks(config, found, reader)
+
+
 def _host_tier(config: Config, found: list[Row | NewAdapter], reader: Reader) -> tuple[int, list[Row | NewAdapter]]:
     """Blocks of the host tier, and the adapters that it can hold."""
+    blocks = _host_blocks(config, found, reader)
+    return blocks, list(sources.held(found, blocks, sources.required(config, reader)))
+
+
+def _host_blocks(config: Config, found: list[Row | NewAdapter], reader: Reader) -> int:
     required = sources.required(config, reader)
     smallest = max((item.blocks for item in found if item.name in required), default=0)
-    blocks = choose_host_blocks(config, reader.layout, [item.blocks for item in found], smallest)
-    return blocks, list(sources.held(found, blocks, required))
+    return choose_host_blocks(config, reader.layout, [item.blocks for item in found], smallest)
 
 
 def _reader(
@@ -184,10 +197,14 @@ def _weights(directory: Path, prepared: Prepared, progress: bool) -> Params:
     return checkpoint.load_params(directory, prepared.spec, shardings, stacked=prepared.stacked, progress=progress)
 
 
-def _base(config: Config, prepared: Prepared, pristine: Callable[[], Params]) -> Base:
-    """What adapters are merged into."""
+def _merger(
+    config: Config, prepared: Prepared, pristine: Callable[[], Params], runner: Runner, system: System
+) -> Merger | None:
+    """What merges adapters into the base, where `engine.merge` asks for it."""
+    if config.engine.merge == "off":
+        return None
     spec, layout, mesh, stacked = prepared.spec, prepared.layout, prepared.mesh, prepared.stacked
-    return Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine)
+    return Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner, system.clock)
 
 
 def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, swapper: Swapper) -> Switching:
@@ -217,18 +234,31 @@ def make_manager(
 
 
 def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedSteps | None:
-    """What `engine.step_model` names; warns if another jax ran then. Raises ConfigError if it does not fit."""
+    """What `engine.step_model` names; warns if other programs ran then. Raises ConfigError if it does not fit."""
     path = config.engine.step_model
     if not path:
         return None
     steps = FittedSteps.read(Path(path))
     name = device.name_of(jax.devices()[0])
     steps.check(Basis(spec, name, config.model.tp, layout.block_tokens, config.cache.link_gbps))
-    if steps.jax != jax.__version__:
-        log.warning(
-            "step model %s: jax = %s, here it is %s; its times may differ: fit again", path, steps.jax, jax.__version__
-        )
+    for key, then, now in steps.differences({"jax": jax.__version__, **programs_of(config, spec, layout)}):
+        log.warning("step model %s: %s = %s, here it is %s; its times may differ: fit again", path, key, then, now)
     return steps
+
+
+def programs_of(config: Config, spec: ModelSpec, layout: PoolLayout) -> dict[str, str | int]:
+    """What decides how long programs take, beside model, device and pool; of each op its implementation."""
+    engine = config.engine
+    chosen = device.choose_ops(config, spec, layout, tuple(Buckets.of(engine).shapes))
+    scans = device.uses_scan(engine.layers, jax.devices()[0].platform)
+    return {
+        **{choice.op: choice.implementation for choice in chosen.choices},
+        "engine.layers": "scan" if scans else "unroll",
+        "engine.max_seqs": engine.max_seqs,
+        "engine.max_step_tokens": engine.max_step_tokens,
+        "adapters.target_modules": config.adapters.target_modules,
+        "model.max_model_len": spec.max_len,
+    }
 
 
 def _finish(last: Iterable[Finish], between: Between) -> None:

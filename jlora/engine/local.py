@@ -13,9 +13,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from jlora.engine.futures import Commands, Wait, chained, done, failed, running,
 from jlora.engine.loaders import Loaders, Read
 from jlora.engine.profiling import Profiler
 from jlora.engine.records import NewAdapter
+from jlora.engine.remaining import Remaining
 from jlora.engine.sources import Reader
 from jlora.engine.watch import Watch
 from jlora.errors import AlreadyExists, Unavailable
@@ -35,9 +37,6 @@ from jlora.gaps import Gaps
 from jlora.ports import DiskFiles, System
 from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
-
-if TYPE_CHECKING:  # it imports jax
-    from jlora.engine.runner import Left
 
 log = logging.getLogger(__name__)
 
@@ -69,22 +68,19 @@ class LocalReplica(Replica):
         self._ended = False  # the thread takes no more commands
         self._asks: queue.SimpleQueue[Future[ReplicaState]] = queue.SimpleQueue()
         self._snapshot, self._counted = self._look(), system.clock()
-        self._closing = threading.Lock()
+        self._failing = threading.Lock()
         self._closed = False
         self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
         self._loaders = Loaders(built, system, self.between_steps)
         self._watch = Watch(built, system, self.between_steps)
-        self._compiler = system.threads.pool("jlora-compile", 1)
+        self._remaining = Remaining(built, system, self.between_steps)
         system.garbage.begin()
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
         system.threads.start("jlora-watch", self._watch.run)
-        self._finished = not built.runner.left
-        if not self._finished:
-            for left in built.runner.left:
-                self._compiler.submit(self._compile, left)
-            self._compiler.submit(self._finish)
-            # What they leave behind is loaded for good, too.
+        if not self._remaining.finished:
+            self._remaining.begin()
+            # What the programs leave behind is loaded for good, too.
             self.warm().add_done_callback(lambda done: done.exception() or system.garbage.begin())
 
     @classmethod
@@ -101,29 +97,7 @@ class LocalReplica(Replica):
 
     def warm(self) -> Future[bool]:
         """Done when every program is compiled. Requests need not wait for it; measurements should."""
-        return self._when(lambda: (self._finished and self._built.runner.programs_left == 0) or None)
-
-    def _compile(self, left: Left) -> None:
-        """Runs on the compiler's thread, beside the steps."""
-        runner, take = self._built.runner, self._built.runner.drop
-        try:
-            self._system.memory.check_compile()
-            runner.compile(left)
-            take = runner.admit
-        except BaseException as e:  # also SystemExit: the form would be left for ever
-            known = isinstance(e, MemoryError)
-            log.error("%s does not compile; a larger form stands in for it: %s", left, e, exc_info=not known)
-        self.between_steps(lambda: take(left))
-
-    def _finish(self) -> None:
-        """All programs are there: steps need not wait for whole copies from now on."""
-        try:
-            self._built.finish(lambda call: self.between_steps(call).result())
-        except Unavailable as e:  # it stops
-            log.info("steps wait for whole copies: %s", e)
-        except BaseException:  # also SystemExit: the replica would never count as warm
-            log.exception("steps go on waiting for whole copies")
-        self.between_steps(lambda: setattr(self, "_finished", True))
+        return self._when(lambda: (self._remaining.finished and self._built.runner.programs_left == 0) or None)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -315,14 +289,15 @@ class LocalReplica(Replica):
         self._draining = self._stopping = True
         self._work.set()
         self._thread.join()
-        with self._closing:
-            closed, self._closed = self._closed, True
-        if not closed:  # once, whoever comes first
-            self._loaders.close()
-            self._watch.close()
-            self._compiler.shutdown(wait=False, cancel_futures=True)
-            self._engine.close()
-            self._built.catalogue.close()
+        if self._closed:
+            return
+        with ExitStack() as steps:  # the last one first, and each whatever another raises
+            steps.callback(self._built.catalogue.close)
+            steps.callback(self._engine.close)
+            steps.callback(self._remaining.close)
+            steps.callback(self._watch.close)
+            steps.callback(self._loaders.close)
+        self._closed = True  # not before: a caller that was interrupted comes again, and each step may run twice
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -406,7 +381,7 @@ class LocalReplica(Replica):
 
     def _fail(self, error: BaseException) -> None:
         """One of the replica's threads has failed; it runs on that thread."""
-        with self._closing:
+        with self._failing:
             if not self._failure.done():
                 self._failure.set_result(error)
         self._work.set()

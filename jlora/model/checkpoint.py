@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument, JloraError, NotFound
 from jlora.model import hub, orbax
 from jlora.model.config_json import CONFIG, context, read_json, spec_from_json, with_tokenizers_end
 from jlora.model.hf_names import Slot, tensor_slots
@@ -124,18 +124,22 @@ def convert(source: str | Path, target: str | Path, progress: bool = True, max_m
     """Writes the model `source` (directory or hub id) as an Orbax directory, which loads sharded and faster.
 
     Holds the whole model in host memory. The result serves contexts up to `max_model_len` tokens, 0 for the model's
-    own. Raises AlreadyExists if `target` is not empty, else as `load_params`.
+    own. Raises AlreadyExists if `target` is not empty, FailedPrecondition if it cannot be written, else as
+    `load_params`.
     """
     source = hub.resolve(source)
-    orbax.check_target(Path(target))
     spec = read_spec(source, max_model_len=max_model_len)
+    orbax.make_target(Path(target))  # before the weights: they take minutes
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # this process has no CPU backend
         device = jax.local_devices()[0]
     shardings = jax.tree.map(lambda _: SingleDeviceSharding(device), abstract(spec)[0])
     params = load_params(source, spec, shardings, stacked=False, progress=progress)
-    orbax.save(source, Path(target), spec, params)
+    try:
+        orbax.save(source, Path(target), spec, params)
+    except OSError as e:
+        raise FailedPrecondition(f"target {str(target)!r}: cannot be written ({e.strerror or e})") from e
     return Path(target)
 
 

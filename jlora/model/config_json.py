@@ -78,7 +78,9 @@ def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_le
 
 
 def context(longest: int, wanted: int) -> int:
-    """`wanted` tokens, 0 for all that the model has. Raises InvalidArgument if it has fewer."""
+    """`wanted` tokens, 0 for all that the model has. Raises InvalidArgument if it has fewer, or if nothing fits."""
+    if wanted < 0 or wanted == 1:
+        raise InvalidArgument(f"model.max_model_len = {wanted}: must be 0 or at least 2")
     if wanted > longest:
         raise InvalidArgument(f"model.max_model_len = {wanted}: must be at most the model's own {longest}")
     return wanted or longest

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import msgspec
 
-from jlora.errors import AlreadyExists, DataLoss
+from jlora.errors import AlreadyExists, DataLoss, FailedPrecondition
 from jlora.model.config_json import read_json
 from jlora.model.hf_names import tensor_slots
 from jlora.model.llama import Params, abstract
@@ -41,17 +41,20 @@ def is_converted(directory: Path) -> bool:
     return (directory / META).is_file()
 
 
-def check_target(target: Path) -> None:
-    """Raises AlreadyExists unless `target` is absent or an empty directory."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise AlreadyExists(f"target {target.name!r}: exists and is not an empty directory")
+def make_target(target: Path) -> None:
+    """Makes the directory. Raises AlreadyExists if it has files, FailedPrecondition if it cannot be made."""
+    try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise AlreadyExists(f"target {target.name!r}: exists and is not an empty directory")
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise FailedPrecondition(f"target {str(target)!r}: cannot be made ({e.strerror})") from e
 
 
 def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
-    """Writes the converted directory; the tokenizer files come from `source`."""
+    """Writes into the directory of `make_target`; the tokenizer files come from `source`."""
     import orbax.checkpoint as ocp  # only here and below: it takes a second, and most models are not converted
 
-    target.mkdir(parents=True, exist_ok=True)
     # Weights hardly compress, and decompressing them doubles the time to load.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(target.absolute() / PARAMS, params)

@@ -41,7 +41,7 @@ class Login:
     def of(cls, args: argparse.Namespace) -> Login:
         """Of a command line with the flags of `add_flags`."""
         key = os.environ.get(KEY_VARIABLE, "") if args.key is None else args.key
-        return cls(key, args.tls_ca, args.tls_cert, args.tls_key, args.tls_name)
+        return cls(key.strip(), args.tls_ca, args.tls_cert, args.tls_key, args.tls_name)
 
     def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
         """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""

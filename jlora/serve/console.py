@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,9 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--timing", action="store_true", help="print token counts and seconds to stderr")
     _add_common(parser)
     args = parser.parse(argv)
-    text = " ".join(args.words or "-")
+    text = _utf8(lambda: " ".join(args.words or "-"))
     if text == "-":
-        text = sys.stdin.read().removesuffix("\n")  # `echo` ends its line
+        text = _utf8(sys.stdin.read).removesuffix("\n")  # `echo` ends its line
     request = _request(args)
     if args.ids:
         try:
@@ -106,6 +106,15 @@ class Conversation:
         return [info.model, *(adapter.name for adapter in walk(rpc.AdaptersStub(self.channel)))]
 
     def turn(self, line: str) -> None:
+        """One line of the user. A server that does not answer it may answer the next."""
+        try:
+            self._obey(line)
+        except grpc.RpcError as e:
+            print(f"jlora chat: {told(self.args.server, e)}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\n(stopped)")
+
+    def _obey(self, line: str) -> None:
         match line.split(maxsplit=1):
             case []:
                 pass
@@ -138,14 +147,12 @@ class Conversation:
         self.failed = False
         try:
             text = _show(call, self.args)
-        except grpc.RpcError as e:
+        except grpc.RpcError:
             self.failed = True
-            print(f"jlora chat: {told(self.args.server, e)}", file=sys.stderr)
-        except KeyboardInterrupt:
-            call.cancel()
-            print("\n(stopped)")
-        else:
-            self.history = [*asked, pb.ChatMessage(role="assistant", content=text)]
+            raise
+        finally:
+            call.cancel()  # after an interrupt it still runs
+        self.history = [*asked, pb.ChatMessage(role="assistant", content=text)]
 
     def _reset(self) -> None:
         system = self.args.system
@@ -176,6 +183,8 @@ def _request(args: argparse.Namespace) -> pb.GenerateRequest:
             sampling=pb.Sampling(**sampling),
             stopping=pb.Stopping(max_tokens=args.max_tokens, stop=args.stop),
         )
+    except UnicodeError as e:
+        raise InvalidArgument(f"a flag must be UTF-8 text: {e}") from e
     except ValueError as e:  # protobuf refuses numbers beyond 32 bits
         raise InvalidArgument(f"a number is out of range: {e}") from e
 
@@ -209,7 +218,17 @@ def _read_line() -> str | None:
     """The user's next line; None at the end of input. A terminal has a prompt, editing and history."""
     terminal = sys.stdin.isatty()
     try:
-        return input("> " if terminal else "").strip()
+        return _utf8(lambda: input("> " if terminal else "")).strip()
     except (EOFError, KeyboardInterrupt):
         print(end="\n" if terminal else "")
         return None
+
+
+def _utf8(read: Callable[[], str]) -> str:
+    """What it reads. Python keeps bytes of a command line that are no text as surrogates, which no message can hold."""
+    try:
+        text = read()
+        text.encode()
+    except UnicodeError as e:
+        raise InvalidArgument(f"the prompt must be UTF-8 text: {e}") from e
+    return text

@@ -32,7 +32,8 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 TIMEOUT_S = 5.0
-FILE_COLUMNS, FILE_ROWS = 160, 1000  # where no terminal limits them
+FILE_COLUMNS, FILE_ROWS = 1000, 1000  # where no terminal limits them
+NAME_COLUMNS = 32  # of a name, where a terminal does
 BAR_COLUMNS = 20
 TIERS = ("HBM", "LOADING", "HOST", "DISK")  # of an adapter's weights
 
@@ -58,8 +59,9 @@ def main(argv: Sequence[str]) -> int:
     tty = sys.stdout.isatty()
     console = Console(highlight=False, width=None if tty else FILE_COLUMNS)
     with connect(args.address, Login.of(args)) as channel, contextlib.suppress(KeyboardInterrupt):
-        if args.once or not (tty and sys.stdin.isatty()):
-            console.print(picture(Reading.take(channel), None, console.height if tty else FILE_ROWS))
+        if args.once or console.is_dumb_terminal or not (tty and sys.stdin.isatty()):
+            limits = (console.height, NAME_COLUMNS) if tty else (FILE_ROWS, None)
+            console.print(picture(Reading.take(channel), None, *limits))
         else:
             watch(channel, args.interval, console)
     return 0
@@ -117,8 +119,11 @@ def keys(source: TextIO) -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
 
 
-def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
-    """The whole picture, cut to fit `rows`. Without an earlier reading, rates are means since the server started."""
+def picture(now: Reading, before: Reading | None, rows: int, name_columns: int | None = NAME_COLUMNS) -> RenderableType:
+    """The whole picture, cut to fit `rows`, and names to `name_columns`; None shows all of a name.
+
+    Without an earlier reading, rates are means since the server started.
+    """
     info = now.info
     head = f"jlora {info.version}  {info.model}  {info.platform} x{info.tp}, {info.dtype}  policy {now.cache.policy}"
     title = Text(f"{head}  up {_age(info.uptime_s)}", style="bold", no_wrap=True)
@@ -127,15 +132,15 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
     for name, tier in (("HBM", now.cache.hbm), ("host", now.cache.host)):
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
-    members = (members_table(info.replicas), "") if info.replicas else ()
+    members = (members_table(info.replicas, name_columns), "") if info.replicas else ()
     left = max(1, rows - 21 - bool(info.merge.switches) - (len(info.replicas) + 3 if members else 0))
-    return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left))
+    return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left, name_columns))
 
 
-def members_table(replicas: Sequence[pb.ReplicaStatus]) -> Table:
+def members_table(replicas: Sequence[pb.ReplicaStatus], name_columns: int | None = NAME_COLUMNS) -> Table:
     """The replicas behind a router, a row each."""
     headings = ("requests", "running", "waiting", "adapters", "free blocks", "blocks", "step")
-    table = _table("replica", "address", "health", *headings)
+    table = _table("replica", "address", "health", *headings, widest=name_columns)
     for r in replicas:
         counts = (r.sent, r.running, r.waiting, r.adapters, r.free_blocks, r.blocks)
         health = Text(r.health, style="" if r.health == "up" else "red")
@@ -143,10 +148,10 @@ def members_table(replicas: Sequence[pb.ReplicaStatus]) -> Table:
     return table
 
 
-def _table(*headings: str) -> Table:
+def _table(*headings: str, widest: int | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True, max_width=32)
+        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True, max_width=widest)
     return table
 
 
@@ -214,13 +219,14 @@ def bar(tier: pb.TierState, width: int) -> Text:
     return Text.assemble(*((char * count, style) for (_, char, style, _), count in zip(CLASSES, cells, strict=True)))
 
 
-def _adapters(now: Reading, most: int) -> list[RenderableType]:
+def _adapters(now: Reading, most: int, name_columns: int | None) -> list[RenderableType]:
     adapters, kv = now.adapters, now.cache.kv
     tiers = Counter(pb.AdapterInfo.Tier.Name(a.tier) for a in adapters)
     parts: list[RenderableType] = [f"{len(adapters)} adapters: " + ", ".join(f"{tiers[tier]} {tier}" for tier in TIERS)]
     if not adapters:
         return parts
-    table = _table("adapter", "tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks", "KV")
+    headings = ("tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks", "KV")
+    table = _table("adapter", *headings, widest=name_columns)
     recent = sorted(adapters, key=lambda a: (a.last_used_s < 0, a.last_used_s, a.name))
     for a in recent[:most]:
         tier = pb.AdapterInfo.Tier.Name(a.tier) + (" pin" if a.pinned else "")

@@ -23,8 +23,9 @@ from jlora import config, machine
 from jlora.engine import build, sizing
 from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
-from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
+from jlora.errors import ConfigError, FailedPrecondition, InvalidArgument, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
+from jlora.model import checkpoint
 from jlora.model.spec import ModelSpec
 from jlora.pallas import gpu_ops
 from jlora.pallas.cases import LLAMA3_8B
@@ -204,6 +205,38 @@ def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(tiny_model: Path
         build.build(config.load(None, keys), progress=False)
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not {name for name in left if name.startswith("jlora-copies")}, left
+
+
+def test_a_start_that_fails_late_frees_the_device_though_its_error_is_kept(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A notebook keeps the last error, whose traceback holds the start's arrays."""
+
+    def fails(*_: object) -> NoReturn:
+        raise InvalidArgument("planted")
+
+    monkeypatch.setattr(*port.adapters_read_at_start(), fails)
+    before = {id(array) for array in jax.live_arrays()}
+    with pytest.raises(InvalidArgument, match="planted") as kept:
+        build.build(config.load(None, {**SMALL, "model.path": str(tiny_model), "engine.warmup": False}), progress=False)
+    left = sum(array.nbytes for array in jax.live_arrays() if id(array) not in before and not array.is_deleted())
+    assert kept.tb and left < WEIGHTS // 10
+
+
+def test_a_host_tier_of_a_given_size_is_checked_before_the_weights(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[object] = []
+    monkeypatch.setattr(checkpoint, "load_params", lambda *args, **_: read.append(args))
+    for size in ({"cache.host_gib": 100_000}, {"cache.host_blocks": 1 << 50}):
+        keys = {**SMALL, "model.path": str(tiny_model), "engine.warmup": False, **size}
+        with pytest.raises(ConfigError, match="the host tier of .* lower cache.host_blocks or cache.host_gib"):
+            build.build(config.load(None, keys), progress=False)
+    assert not read
+
+
+def test_64_bit_programs_are_refused(tiny_model: Path):
+    keys = {**SMALL, "model.path": str(tiny_model)}
+    with jax.enable_x64(True), pytest.raises(FailedPrecondition, match="^jax_enable_x64 = True: must be False"):
+        build.build(config.load(None, keys), progress=False)
 
 
 @pytest.mark.parametrize(("backend", "share", "steady"), [("cpu", 1 / 4, 896), ("gpu", 0.85, 924)])

@@ -303,6 +303,13 @@ def test_a_model_is_converted_for_a_shorter_context(tiny_model: Path, tmp_path: 
         read_spec(directory, max_model_len=65)
 
 
+@pytest.mark.parametrize("length", [-1, 1])
+def test_a_context_in_which_nothing_fits_is_refused(tiny_model: Path, tmp_path: Path, length: int):
+    with pytest.raises(InvalidArgument, match=rf"model\.max_model_len = {length}: must be 0 or at least 2"):
+        convert(tiny_model, tmp_path / "new", progress=False, max_model_len=length)
+    assert not (tmp_path / "new").exists()
+
+
 def test_convert_never_writes_over_what_is_there(tiny_model: Path, tmp_path: Path, converted: Path):
     for target in (converted, converted / "tokenizer.json"):
         with pytest.raises(AlreadyExists, match=target.name):

@@ -22,7 +22,7 @@ from rich.console import Console
 from jlora import cli
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.recent import MOST, WINDOW_S, Recent
-from jlora.serve.top import Reading, bar, picture
+from jlora.serve.top import FILE_COLUMNS, Reading, bar, picture
 from tests.serve._server import Served, request, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +133,19 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
         os.close(side)
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(served: Served):
+    main, side = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "jlora.cli", "top", served.address]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+        process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, cwd=ROOT, env=environment)
+        seen = Screen(main).until(lambda text: "adapters: " in text)
+        assert process.wait(20) == 0 and "policy jlora" in seen and "\x1b" not in seen
+    finally:
+        os.close(main)
+        os.close(side)
+
+
 class Screen:
     """What a program writes to a terminal. One decoder reads it all: a read may end inside a character.
 
@@ -223,6 +236,17 @@ def test_the_picture_fits_the_screen_and_says_what_it_left_out():
     table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST, 0 DISK") + 3 :]
     assert table[0].split()[:3] == ["hot", "HBM", "pin"]
     assert table[-1] == f"and {301 - (len(table) - 1)} more"
+
+
+def test_a_file_has_whole_names(capsys: pytest.CaptureFixture[str]):
+    name = "n" * 128
+    now = reading(adapters=(pb.AdapterInfo(name=name, tier="HBM", last_used_s=2.0),))
+    now.info.replicas.add(name=name, address=f"{name}:1", health="up")
+    console = Console(width=FILE_COLUMNS)
+    console.print(picture(now, None, 50, None))
+    said = capsys.readouterr().out
+    assert re.findall(rf"^{name} .*", said, re.MULTILINE) and f" {name}:1 " in said and "…" not in said
+    assert name not in "\n".join(render(now, None))
 
 
 # -- recent times -----------------------------------------------------------------------------------
