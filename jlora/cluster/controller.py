@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 THREADS = 16  # calls of clients at once; others wait
+READERS = 2  # replicas that try to read an adapter's files before these count as missing or damaged
 NONE_UP = "no replica is up that could read the adapter; try again later"
 
 
@@ -165,19 +166,24 @@ class Controller(Directory):
     def _read(self, load: Load, wanted: Callable[[], bool], kept: ExitStack) -> tuple[Version, AdapterInfo]:
         """Has one replica read and check a new version; if it dies meanwhile, another one.
 
+        If it cannot read the files, one other replica tries: the volume may be missing on the first one's node alone.
         Each has a version of its own: the first may come back, with other files' weights. `kept` keeps the last one.
         """
         tried: set[str] = set()
         error: JloraError | None = None
+        unread = 0
         while (member := next((m for m in self.by_room() if m.name not in tried), None)) is not None:
             tried.add(member.name)
             version = self._version(load, kept)
             try:
                 answer = self.calls.load(member.address, _message(version, load))
                 return version, answer.result(lambda at=member: wanted() and self._is_there(at))
-            except (Unavailable, ResourceExhausted) as e:
+            except (Unavailable, ResourceExhausted, NotFound, DataLoss) as e:
                 log.warning("adapter %s is not read at replica %s: %s", version.key, member.name, e)
                 error = e
+                unread += isinstance(e, NotFound | DataLoss)
+                if unread == READERS:
+                    break
             if not wanted():
                 raise CancelledError
         if error is None and load.lazy:
@@ -248,14 +254,31 @@ class Controller(Directory):
             info = self._info(self.registry.get(name))
             with self._publishing:
                 row = self.registry.get(name)
-                self.registry.remove(name)
-                epoch = self.table.changed([name])
+                epoch = self._remove(name)
             self._found.leave(row)
             log.info("adapter %s unloads", name)
             self._retire(row, epoch, lambda key: settle(gone, lambda: self._dropped(key, info)))
             return info
 
         return chained(self._run(run), lambda _: gone)
+
+    def forget(self, row: Row) -> bool:
+        """Unloads a version whose files are gone, and whether it does: not another one that has taken its place.
+
+        Its directory is found again as soon as it is back, also with the same files. Errors as of `Registry.remove`.
+        """
+        with self._publishing:
+            now = self.registry.find(row.name)
+            if now is None or now.uid != row.uid:
+                return False
+            epoch = self._remove(row.name)
+        self._retire(row, epoch, self._drop)
+        return True
+
+    def _remove(self, name: str) -> int:
+        """Requests do not see the name from now on. The table's epoch."""
+        self.registry.remove(name)
+        return self.table.changed([name])
 
     def _dropped(self, key: str, info: AdapterInfo) -> AdapterInfo:
         self._drop(key)

@@ -62,8 +62,8 @@ class DirectoryServicer(rpc.DirectoryServicer):
                     for message in self._messages(change):
                         yield message
                     epoch = change.epoch
-                if (places := self._placed()) != told_places:
-                    for message in _placements(places or {}, epoch):
+                if (places := self._placed()) is not None and places != told_places:
+                    for message in _placements(places, epoch):
                         yield message
                     told_places = places
                 try:

@@ -81,6 +81,7 @@ class Placing:
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
+        self._planned = False
         self._homes = Homes(steps.rule)  # by name
         self._asking = Asking()
 
@@ -90,8 +91,13 @@ class Placing:
     def close(self) -> None:
         self._ended.set()
 
-    def places(self) -> Mapping[str, Mapping[str, float]]:
-        """Where requests go, by the addresses of replicas: further routers name them so."""
+    def places(self) -> Mapping[str, Mapping[str, float]] | None:
+        """Where requests go, by the addresses of replicas: further routers name them so.
+
+        None before the first plan: until then they keep what an earlier controller has told them.
+        """
+        if not self._planned:
+            return None
         addresses = {member.name: member.address for member in self._controller.members()}
         placed = self._table.parts
         return {key: {addresses.get(n, n): part for n, part in parts.items()} for key, parts in placed.items()}
@@ -117,6 +123,8 @@ class Placing:
         A replica counts once it has reported its blocks.
         """
         told, now = sorted((m for m in members if m.blocks), key=lambda m: m.name), self._clock()
+        if not self._planned:
+            self._adopt([m for m in told if m.name not in self._members])
         self._members = {m.name for m in told}
         self._asking.begin()
         if close:
@@ -132,6 +140,17 @@ class Placing:
         # An older replica does not tell its host tier, which is as large as its pool or larger.
         host = {m.name: int(HOST * (m.host_blocks or m.blocks)) - pinned for m in told}
         self._homes.plan(Room({m.name: m.blocks - pinned for m in told}, host, points), wanted)
+        self._planned = self._planned or (close and bool(told))
+
+    def _adopt(self, come: Sequence[Member]) -> None:
+        """What replicas bring along has been placed there by an earlier controller: the first plan starts from it."""
+        names = {version.key: version.name for version in self._controller.registry.versions() if not version.pinned}
+        at = {name: set(parts) for name, parts in self._homes.wanted.items()}
+        for member in come:
+            for key in names.keys() & {key for key, tier in member.tiers.items() if tier in THERE}:
+                at.setdefault(names[key], set()).add(member.name)
+        homes = {name: dict.fromkeys(sorted(where), 1 / len(where)) for name, where in at.items()}
+        self._homes.become(homes, homes)
 
     def look(self, members: Sequence[Member]) -> None:
         """Fetches what is missing, switches what has come, and drops what is left over."""

@@ -87,8 +87,11 @@ def steps_of(config: Config) -> Steps | None:
 def controller(config: Config, secret: Secret, system: System, opened: ExitStack) -> tuple[Controller, Found]:
     """The adapters of the service, in this process. Raises ConfigError."""
     outlived = config.cluster.fleet == "static" or bool(config.cluster.ray_address)
-    if outlived and not (config.adapters.registry or config.adapters.dir):
-        log.warning("adapters.registry is unset: replicas outlive this process, which takes loaded adapters with it")
+    if outlived and not config.adapters.registry:
+        log.warning(
+            "adapters.registry is unset: replicas outlive this process, which takes loaded adapters and pins with it; "
+            "those of adapters.dir become new versions, and replicas read them anew"
+        )
     # Replicas may live on behind a table that began anew: no key that they know may come again for another version.
     registry = Registry(config.adapters.registry, system.threads, above=int(1e3 * system.wall()))
     opened.callback(registry.close)

@@ -28,6 +28,7 @@ AGAIN_S = 10.0  # before what has failed, or what a replica's messages do not sh
 POLL_S = 5.0  # between two looks at adapters.dir
 THREADS = 4  # calls of replicas at once, most of them short
 SAVES = 4  # versions without files of their own that are on their way to a second replica at once
+SHOWN = 10  # keys in one line of the log
 FULL_S = 60.0  # before a replica that has no room for such versions is asked again
 
 EVERY = "*"  # in place of a version's key
@@ -87,11 +88,12 @@ class Upkeep:
             if task not in self._begun:
                 self._pins.pop(task, None)
         self._read_table()
-        pins = self._wanted_pins()
+        pins, dropped = self._wanted_pins(), list[Task]()
         for member in members:
             for key in member.tiers.keys() - self._current:
-                if is_key(key) and not self._controller.wanted(key):
-                    self._begin(("drop", member.name, member.address, key), now, self._unload)
+                drop = ("drop", member.name, member.address, key)
+                if is_key(key) and not self._controller.wanted(key) and self._begin(drop, now, self._unload):
+                    dropped.append(drop)
             if member.draining:
                 continue
             if (compare := ("compare", member.name, member.address, EVERY)) not in self._compared:
@@ -105,9 +107,21 @@ class Upkeep:
                 task = ("digest", member.name, member.address, key)
                 if task not in self._checked and member.tiers[key] in THERE:
                     self._begin(task, now, self._check)
+        if dropped:
+            self._tell(dropped)
         if now - self._looked >= POLL_S:
             self.look()
             self._looked = self._clock()
+
+    def _tell(self, drops: Sequence[Task]) -> None:
+        """A line for all drops of a round. Two controllers of the same replicas drop each other's versions for ever."""
+        keys, replicas = sorted({task[3] for task in drops}), ", ".join(sorted({task[1] for task in drops}))
+        shown = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
+        if any(int(key.rpartition("@")[2]) > self._controller.registry.last for key in keys):
+            why = "this controller has not given all these numbers: does another one have the same replicas?"
+            log.warning("replicas (%s) drop versions that are not current: %s; %s", replicas, shown, why)
+        else:
+            log.info("replicas (%s) drop versions that are not current: %s", replicas, shown)
 
     def _forget(self, members: Sequence[Member], now: float) -> None:
         """Tasks of replicas that are gone, and those that are over and whose versions are not current any more."""
@@ -181,9 +195,8 @@ class Upkeep:
         staying = _holders(self._controller.up())
         self._save([key for key in held if staying[key] < 2], members)
         for row in self._found.gone(self._controller.registry.all()):
-            if key_of(row) not in held:  # otherwise a replica can still serve it
+            if key_of(row) not in held and self._controller.forget(row):  # otherwise a replica can still serve it
                 log.info("adapter %s is not known any more: its files are gone", row.name)
-                self._controller.unload(row.name)
 
     def _save(self, lonely: Sequence[str], members: Sequence[Member]) -> None:
         """Has a second replica keep the versions that one has in memory, and that no path has any more.

@@ -62,9 +62,10 @@ class Uses:
     def end(self, key: str) -> None:
         with self._lock:
             self._requests[key] -= 1
-            if not self._requests[key]:
-                del self._requests[key]
-            due = self._due()
+            if self._requests[key]:
+                return
+            del self._requests[key]
+            due = self._freed([key])  # every request ends here: a walk through all old versions would hold up the rest
         _run(due)
 
     def count(self, key: str) -> int:
@@ -110,7 +111,7 @@ class Uses:
         """Calls `then` once nobody needs the version, which is not current any more from `epoch` on."""
         with self._lock:
             self._old[key] = _Old(epoch, then)
-            due = self._due()
+            due = self._freed([key])
         _run(due)
 
     def tell(self, epoch: int, then: Callable[[], None]) -> None:
@@ -120,7 +121,7 @@ class Uses:
         """
         with self._lock:
             self._unknown.append((epoch, then))
-            due = self._due()
+            due = self._known()
         _run(due)
 
     def holds(self, key: str) -> bool:
@@ -134,13 +135,21 @@ class Uses:
         return self._clock() < self._began + self._hold_s
 
     def _due(self) -> list[Callable[[], None]]:
-        free = [key for key, old in self._old.items() if self._is_free(key, old.epoch)]
+        return [*self._freed(list(self._old)), *self._known()]
+
+    def _freed(self, keys: Iterable[str]) -> list[Callable[[], None]]:
+        """What follows for those of the old versions that nobody needs any more."""
+        free = [key for key in keys if key in self._old and self._is_free(key, self._old[key].epoch)]
         for key in free:
             self._begun.pop(key, None)
+        return [self._old.pop(key).then for key in free]
+
+    def _known(self) -> list[Callable[[], None]]:
+        """What waits for epochs that every router has by now."""
         known = min((router.epoch for router in self._routers.values() if router.until == math.inf), default=math.inf)
         told = [then for epoch, then in self._unknown if epoch <= known]
         self._unknown = [one for one in self._unknown if one[0] > known]
-        return [*(self._old.pop(key).then for key in free), *told]
+        return told
 
     def _is_free(self, key: str, epoch: int) -> bool:
         if key in self._requests or (int(key.rpartition("@")[2]) <= self._last and self._begins()):

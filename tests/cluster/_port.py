@@ -279,6 +279,11 @@ def versions_of(uses: Uses) -> int:
     return len(uses._requests) + len(uses._begun) + len(uses._old)
 
 
+def looks_at() -> Seam:
+    """One old version: whether nobody needs it any more."""
+    return Uses, "_is_free"
+
+
 def epoch(remote: RemoteDirectory) -> int:
     """Of the table; 0 before one has come."""
     return remote._epoch
@@ -377,6 +382,12 @@ async def chunks(servicer: Any, request: link.FetchRequest) -> list[link.Chunk]:
 def encoded(row: Row) -> tuple[Any, ...]:
     """A row of the catalogue's table."""
     return catalogue._encoded(row)
+
+
+def durability(registry: Registry) -> int:
+    """SQLite's `synchronous`."""
+    ((level,),) = registry._catalogue._table.execute("pragma synchronous")
+    return level
 
 
 def table(registry: Registry) -> Any:

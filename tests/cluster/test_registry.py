@@ -302,3 +302,18 @@ def test_a_router_that_misses_a_part_of_a_change_gets_the_whole_table(registry: 
     last = table.changed(["a1"])
     assert table.since(last - 1) == Change(last, False, tuple(registry.known(["a1"]).values()))
     assert table.since(last).versions == ()
+
+
+def test_what_was_acknowledged_is_on_the_disk(registry: Registry):
+    """In WAL mode, only `full` (2) syncs every commit: a power cut undoes others."""
+    assert port.durability(registry) == 2
+
+
+@pytest.mark.parametrize(("file", "lines"), [("", 1), ("adapters.db", 0)])
+def test_a_table_that_replicas_outlive_is_named_also_with_a_directory_of_adapters(
+    tmp_path: Path, file: str, lines: int, caplog: pytest.LogCaptureFixture
+):
+    settings = {"adapters.dir": str(tmp_path), "adapters.registry": file and str(tmp_path / file)}
+    with ExitStack() as stack:
+        controller(configuration.load({**settings, "cluster.fleet": "static"}), Secret(), System(), stack)
+    assert caplog.text.count("adapters.registry is unset") == lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member, Version
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry, row_of
-from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, Upkeep
+from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, SHOWN, Upkeep
 from jlora.config import Config
 from jlora.errors import DataLoss, NotFound, ResourceExhausted
 from jlora.ports import System
@@ -217,3 +218,20 @@ def test_a_version_that_was_replaced_is_kept_while_it_is_used_and_no_path_has_it
     controller.end(old)
     ground.now += AGAIN_S + 1
     assert ground.look(0) == []
+
+
+def test_a_drop_is_told_and_one_of_another_controllers_version_as_a_warning(
+    ground: Ground, caplog: pytest.LogCaptureFixture
+):
+    """Two controllers of the same replicas drop each other's versions for ever."""
+    caplog.set_level(logging.INFO, "jlora")
+    ground.now += 100  # no router of an earlier controller counts any more
+    ground.controller.registry.number()  # `old` had it
+    ground.tiers |= {"r0": {"old@1": "HOST"}, "r1": {"old@1": "HOST"}}
+    ground.upkeep.round()
+    ground.upkeep.round()
+    ground.tiers |= {"r0": {}, "r1": {f"other{i:02}@9000": "HOST" for i in range(SHOWN + 5)}}
+    ground.upkeep.round()
+    old, other = [record for record in caplog.records if "drop versions" in record.getMessage()]
+    assert old.levelname == "INFO" and "(r0, r1) drop versions that are not current: old@1" in old.getMessage()
+    assert other.levelname == "WARNING" and "other09@9000 and 5 more; this controller has not" in other.getMessage()

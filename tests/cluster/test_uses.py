@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jlora.cluster.uses import Uses
+from tests.cluster import _port as port
 
 
 class Clock:
@@ -83,3 +84,25 @@ def test_after_a_restart_nothing_is_dropped_before_routers_can_have_said_what_th
     clock.now += 30
     uses.look()
     assert dropped == ["b@8", "a@7"] and not uses.holds("gone@3")
+
+
+def test_an_end_looks_at_its_own_version_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """Thousands of old versions may wait for a router; every request of every adapter ends on the event loop."""
+    uses, dropped, looked = Uses(0, 0, clock), [], list[str]()
+    uses.saw("stream", "r", 1, [])
+    for number in range(1, 101):
+        key = f"a@{number}"
+        uses.begin(key)
+        uses.retire(key, 1, lambda key=key: dropped.append(key))
+    uses.begin("b@101")
+    seam = port.looks_at()
+    real = getattr(*seam)
+
+    def look(of: Uses, key: str, epoch: int) -> bool:
+        looked.append(key)
+        return real(of, key, epoch)
+
+    monkeypatch.setattr(*seam, look)
+    uses.end("b@101")
+    uses.end("a@7")
+    assert looked == dropped == ["a@7"]

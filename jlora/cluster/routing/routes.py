@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from jlora.config import Config
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.step_model import FittedSteps
+
+log = logging.getLogger(__name__)
 
 UNFITTED = "needs engine.step_model, a file of `jlora doctor fit --model DIR`"
 LORASERVE = "loraserve"  # not in `ROUTES`: it routes by a placement that a controller makes
@@ -73,6 +76,8 @@ def policy_of(config: Config) -> Policy:
         known = Known(slo_s=slo_s, seed=config.model.seed, batch=config.engine.max_seqs)
         if path:
             steps = FittedSteps.read(Path(path))
+            if steps.chips != config.model.tp:  # nothing else of the replicas is known here
+                log.warning("step model %s: chips = %d, model.tp = %d: fit again", path, steps.chips, config.model.tp)
             known = replace(known, steps=steps, ways=ways_of(steps))
         return _placed(known) if name == LORASERVE else ROUTES[name](known)
     except ConfigError as e:
