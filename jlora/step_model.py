@@ -201,6 +201,7 @@ class FittedSteps:
         jax: its version.
         help: the host's part of cold starts.
         points: for LoRAServe's placement; None: an older file.
+        programs: what decided the programs that were timed (`jlora.engine.build.programs_of`); empty: an older file.
         facts: errors of the fit, date, versions: for readers.
     """
 
@@ -220,6 +221,7 @@ class FittedSteps:
     prompt: Launches
     help: Help
     points: Points | None = None
+    programs: Mapping[str, str | int] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -236,7 +238,7 @@ class FittedSteps:
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as e:
-            raise ConfigError(f"step model {path}: {e}; `jlora doctor fit` writes one") from e
+            raise ConfigError(f"step model {path}: {e}; `jlora doctor fit --model DIR` writes one") from e
 
     def write(self, path: Path) -> None:
         """Writes the file."""
@@ -245,7 +247,8 @@ class FittedSteps:
     def check(self, here: Basis) -> None:
         """Raises ConfigError if it was fitted to another model, machine, pool or link than `here`.
 
-        Names, contexts and end tokens may differ: no step takes longer for them.
+        Names, contexts and end tokens may differ: no step takes longer for them, unless a context asks for another
+        kernel, which `differences` tells.
         """
         free = {name: getattr(here.spec, name) for name in ("name", "max_len", "eos_ids")}
         spec = dataclasses.asdict(dataclasses.replace(self.spec, **free))
@@ -255,8 +258,13 @@ class FittedSteps:
             if told != wanted:
                 raise ConfigError(
                     f"step model of {self.spec.name}: {name} = {told}: must be {wanted}, as here; fit again with "
-                    "`jlora doctor fit`"
+                    "`jlora doctor fit --model DIR`"
                 )
+
+    def differences(self, here: Mapping[str, str | int]) -> list[tuple[str, str | int, str | int]]:
+        """Names, what they were and what they are: of jax and of `programs`, where the file tells them."""
+        then = {"jax": self.jax, **self.programs}
+        return [(name, then[name], now) for name, now in here.items() if then.get(name, now) != now]
 
     def seconds(self, *launches: StepLoad) -> float:
         """Of a step."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jlora import config as configuration
 from jlora.cli import main
 from jlora.cluster.routing.costs import Costs
+from jlora.cluster.routing.routes import policy_of
 from jlora.engine import cold_start
 from jlora.errors import ConfigError
 from jlora.loadgen.checkpoints import TINY
@@ -120,6 +122,16 @@ def test_a_file_that_does_not_say_what_it_was_fitted_on_is_refused(tmp_path: Pat
     path.write_text(json.dumps({name: value for name, value in dataclasses.asdict(STEPS).items() if name != field}))
     with pytest.raises(ConfigError, match=f"{field}.*jlora doctor fit"):
         FittedSteps.read(path)
+
+
+def test_a_router_warns_of_a_file_of_another_number_of_chips(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "steps.json"
+    STEPS.write(path)
+    keys = {"cluster.routing": "jlora", "engine.step_model": str(path)}
+    policy_of(configuration.load(None, keys))
+    assert caplog.messages == []
+    policy_of(configuration.load(None, {**keys, "model.tp": 2}))
+    assert caplog.messages == [f"step model {path}: chips = 1, model.tp = 2: fit again"]
 
 
 def test_the_simulator_takes_model_pool_and_steps_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture):

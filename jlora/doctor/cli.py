@@ -12,12 +12,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jlora.doctor import fit, job, points
-from jlora.errors import JloraError
+from jlora.doctor import fit, job, output, points
+from jlora.errors import InvalidArgument, JloraError
 
 KERNELS = ("decode", "prefill", "lora")  # that can be tuned
 
@@ -25,45 +25,39 @@ KERNELS = ("decode", "prefill", "lora")  # that can be tuned
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["tune"]:
-        return _tune(words[1:])
-    if words[:1] == ["fit"]:
-        return _fit(words[1:])
-    return job.main(words[1:] if words[:1] == ["check"] else words)
+    name, rest = (words[0], words[1:]) if words[:1] and words[0] in COMMANDS else ("check", words)
+    try:
+        return COMMANDS[name](rest)
+    except JloraError as e:
+        print(f"jlora doctor {name}: {e}", file=sys.stderr)
+        return 1
 
 
 def _tune(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser("jlora doctor tune", description="Measures block sizes of the kernels.")
-    made.add_argument("--quick", action="store_true", help="fewer shapes")
+    made.add_argument("--quick", action="store_true", help="one model, fewer shapes")
     made.add_argument("--minutes", type=float, default=8.0, help="begin nothing later")
     made.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="these kernels alone")
     made.add_argument("--out", type=Path, default=Path("build/doctor"), help="where tiles.json goes")
     args = made.parse_args(argv)
+    if not args.minutes > 0:  # nan is not
+        made.error(f"--minutes {args.minutes:g}: must be more than 0")
     until = time.monotonic() + 60 * args.minutes
+    output.ready(args.out)
 
     from jlora.doctor import tune  # jax comes with it: not before the flags are known to be right
 
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "tiles.json"
 
     def save(found: dict[str, Any]) -> None:
-        _write(args.out / "tune.json", {key: found[key] for key in ("chip", "times")}, 1)
-        _write(path, found["tiles"], 2)
+        times = {key: found[key] for key in ("chip", "times")}
+        output.write(args.out / "tune.json", json.dumps(times, indent=1) + "\n")
+        output.write(path, json.dumps(found["tiles"], indent=2) + "\n")
 
-    try:
-        save(tune.run(tune.Plan(args.quick, args.only, until), save))
-    except JloraError as e:
-        print(f"jlora doctor tune: {e}", file=sys.stderr)
-        return 1
-    print(path)
+    found = tune.run(tune.Plan(args.quick, args.only, until), save)
+    save(found)
+    print(f"{path}: sizes for {found['chip']}")
     return 0
-
-
-def _write(path: Path, found: Any, indent: int) -> None:
-    """A reader never sees half of a file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=indent) + "\n")
-    partial.replace(path)
 
 
 def _fit(argv: Sequence[str]) -> int:
@@ -75,7 +69,11 @@ def _fit(argv: Sequence[str]) -> int:
     made.add_argument(
         "--slo-ms", type=float, default=0.0, help="a step of an operating point (default: 1.5 x one alone)"
     )
-    made.add_argument("--out", type=Path, help="where step-MODEL.json goes (default: beside the report; build/doctor)")
+    made.add_argument(
+        "--out",
+        type=Path,
+        help="where step-MODEL.json goes (default: beside the report), or fit-MODEL-tpN.json (build/doctor)",
+    )
     args = made.parse_args(argv)
     if bool(args.model) == bool(args.report):
         made.error("give a report or --model, and not both")
@@ -85,25 +83,25 @@ def _fit(argv: Sequence[str]) -> int:
 
 
 def _fit_engine(args: argparse.Namespace) -> int:
+    out = args.out or Path("build/doctor")
+    output.ready(out)
+
     from jlora.doctor import engine_fit  # jax comes with it: not before the flags are known to be right
 
+    settings = {key: value for key, _, value in (item.partition("=") for item in args.set)}
+    engine_fit.check(settings)
+    built = engine_fit.started(args.model, settings)
     try:
-        settings = {key: value for key, _, value in (item.partition("=") for item in args.set)}
-        built = engine_fit.started(args.model, settings)
-        try:
-            course = engine_fit.QUICK if args.quick else engine_fit.FULL
-            found = engine_fit.run(built, course, lambda what: print(what, flush=True))
-        finally:
-            built.engine.close()
-    except JloraError as e:
-        print(f"jlora doctor fit: {e}", file=sys.stderr)
-        return 1
-    out = args.out or Path("build/doctor")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"step-{found.steps.spec.name}.json"
-    points.added(found.steps, 1e-3 * args.slo_ms).write(path)
+        course = engine_fit.QUICK if args.quick else engine_fit.FULL
+        found = engine_fit.run(built, course, lambda what: print(what, flush=True))
+    finally:
+        built.engine.close()
+    path = out / engine_fit.file_name(found.steps)
+    with output.writing(path):
+        points.added(found.steps, 1e-3 * args.slo_ms).write(path)
     for row in found.rows:
         print("{form} {set} {kind}: R2 {r2:.4f}, error {median:.1%}, p90 {p90:.1%}, {steps} steps".format(**row))
+    print(f"contexts: up to {found.context} tokens of all sequences that decode; beyond, steps are extrapolated")
     print(path)
     return 0
 
@@ -112,14 +110,18 @@ def _fit_report(args: argparse.Namespace) -> int:
     try:
         report = json.loads(args.report.read_text())
         fits = {name: fit.of_report(report, name) for name in report.get("models", {})}
-    except (OSError, ValueError, KeyError) as e:
-        print(f"jlora doctor fit: {args.report}: is no report of `jlora doctor`: {e}", file=sys.stderr)
-        return 1
-    for name, made_of in fits.items():
-        if made_of is not None:
-            errors = made_of["errors"]
-            path = fit.write(made_of, args.out or args.report.parent)
-            print(
-                f"{path}: {errors['steps']} steps of {name}, error {errors['median']:.1%}, worst {errors['worst']:.1%}"
-            )
-    return 0 if any(fits.values()) else 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise InvalidArgument(f"{args.report}: is no report of `jlora doctor`: {e}") from e
+    made = {name: found for name, found in fits.items() if found is not None}
+    if not made:
+        raise InvalidArgument(f"{args.report}: has no steps of a model; `jlora doctor` measures them")
+    out = args.out or args.report.parent
+    output.ready(out)
+    for name, found in made.items():
+        errors = found["errors"]
+        path = fit.write(found, out)
+        print(f"{path}: {errors['steps']} steps of {name}, error {errors['median']:.1%}, worst {errors['worst']:.1%}")
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"check": job.main, "tune": _tune, "fit": _fit}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from jlora.doctor import launches
 from jlora.doctor.launches import Fit, caraserve, noise, quality
 from jlora.doctor.profile import Profile, Scene, Space, Timed, joined
 from jlora.engine import device
-from jlora.engine.build import Built, build, compile_rest
+from jlora.engine.build import Built, build, compile_rest, programs_of
 from jlora.engine.cold_start import Chooser
 from jlora.engine.plan import ROW
+from jlora.errors import ConfigError
 from jlora.step_model import FITTED, FittedSteps, Help
 
 RANKS = {"fit": (8, 16, 32, 64, 128), "held": (12, 24, 48, 96)}
@@ -37,8 +38,11 @@ SETTINGS = {
     "cache.prefix_reuse": False,
     "cache.monitor_s": 60,
 }
+LONG = 0.12  # of a round's time, for scenes of long contexts
 MANY = 64  # blocks of the copy that tells the link
 KINDS = ("decode", "prompt", "mixed")
+
+Played = list[tuple[Scene, list[Timed]]]  # scenes and their steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ class Found:
     timed: Mapping[str, list[Timed]]
     rows: list[dict[str, Any]]
 
+    @property
+    def context(self) -> int:
+        """The most tokens of context that the decoding sequences of a fitted step had in all."""
+        return max((step.decode.context for step in self.timed["fit"] if step.decode), default=0)
+
 
 def run(built: Built, course: Course, say: Callable[[str], None] = lambda what: None) -> Found:
     """Plays, fits and judges. `built` has no compilations left, reuses no prefix, and serves no other requests."""
@@ -82,25 +91,57 @@ def started(path: str, settings: Mapping[str, Any]) -> Built:
     return compile_rest(build(configuration.load(None, {**settings, **SETTINGS, "model.path": path})), progress=True)
 
 
+def check(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting that the measurement would replace."""
+    for key in settings:
+        if key in SETTINGS:
+            raise ConfigError(
+                f"--set {key}={settings[key]}: must be left out: the fit runs with {key}={SETTINGS[key]!r}"
+            )
+
+
+def ranks_of(name: str, most: int) -> tuple[int, ...]:
+    """Of a set's adapters, in an engine that takes ranks up to `most`."""
+    return tuple(rank for rank in RANKS[name] if rank <= most) or (most,)
+
+
+def file_name(steps: FittedSteps) -> str:
+    """One for each model and number of chips. A hub's model has a name with "/"."""
+    return f"fit-{steps.spec.name.replace('/', '--')}-tp{steps.chips}.json"
+
+
 def play(built: Built, course: Course, say: Callable[[str], None]) -> dict[str, list[Timed]]:
     """The steps of both sets."""
     profile, began, longest = Profile(built), time.monotonic(), 0.0
-    sets: dict[str, list[tuple[Scene, list[Timed]]]] = {}
-    for name, count in course.scenes.items():
-        most = built.info.config.adapters.max_rank
-        space = Space.of(built, [rank for rank in RANKS[name] if rank <= most])
-        sets[name] = [(scene, []) for scene in space.scenes(np.random.default_rng(SEEDS[name]), count)]
+    most = built.info.config.adapters.max_rank
+    spaces = {name: Space.of(built, ranks_of(name, most)) for name in course.scenes}
+    rngs = {name: np.random.default_rng(SEEDS[name]) for name in spaces}
+    sets = {name: _untimed(space.scenes(rngs[name], course.scenes[name])) for name, space in spaces.items()}
     for turn in range(course.rounds + 1):
         if turn > 2 and time.monotonic() - began + longest > 60 * course.minutes:
             break
         start = time.monotonic()
-        for scenes in itertools.zip_longest(*sets.values()):  # the sets take turns
-            for scene, steps in filter(None, scenes):
-                profile.run(scene, steps)
+        _round(profile, sets)
+        if turn == 0:  # which tells how much context there is time for
+            tokens = int(LONG * profile.took_s * profile.speed / len(sets))
+            more = {name: _untimed(space.long(rngs[name], tokens)) for name, space in spaces.items()}
+            _round(profile, more)
+            sets = {name: [*scenes, *more[name]] for name, scenes in sets.items()}
         longest = time.monotonic() - start
         say(f"round {turn} of {course.rounds}: {longest:.0f} s")
     played = {name: [step for _, steps in scenes for step in joined(steps)] for name, scenes in sets.items()}
     return {name: [step for step in steps if len(step.seconds) > 1] for name, steps in played.items()}
+
+
+def _untimed(scenes: Sequence[Scene]) -> Played:
+    return [(scene, []) for scene in scenes]
+
+
+def _round(profile: Profile, sets: Mapping[str, Played]) -> None:
+    """Every scene once; the sets take turns."""
+    for scenes in itertools.zip_longest(*sets.values()):
+        for scene, steps in filter(None, scenes):
+            profile.run(scene, steps)
 
 
 def judge(found: Fit, timed: Mapping[str, list[Timed]], decode: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -142,6 +183,7 @@ def _record(built: Built, found: Fit, rows: list[dict[str, Any]]) -> FittedSteps
         fixed_s=found.fixed_s,
         decode=found.decode,
         prompt=found.prompt,
+        programs=programs_of(config, spec, layout),
         help=Help(*((line.fixed, line.each) for line in (costs.place, costs.block, costs.parts))),
         facts={
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from jlora.doctor import output
 from jlora.model.spec import ModelSpec
 from jlora.pallas.counts import Chip as Rated
 from jlora.sim.hardware import Chip, Hardware
@@ -119,5 +120,4 @@ def of_report(report: Mapping[str, Any], model: str) -> dict[str, Any] | None:
 def write(made: Mapping[str, Any], out: Path) -> Path:
     """Writes OUT/step-MODEL.json, which `jlora sim --steps` reads; named by its kernels too where there are two."""
     path = out / f"step-{'-'.join(filter(None, (made['model'], made.get('kernels'))))}.json"
-    path.write_text(json.dumps(made, indent=1) + "\n")
-    return path
+    return output.write(path, json.dumps(made, indent=1) + "\n")

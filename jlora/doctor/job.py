@@ -16,7 +16,7 @@ everything runs in miniature.
 
 OUT/parts has the journal and the log of every part, written line by line, also where the job itself is killed.
 
-Exit code 1: a kernel differs from the reference, or a part failed.
+Exit code 1: a kernel differs from the reference, a part failed, or nothing was measured.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from typing import Any
 import msgspec
 
 from jlora import machine
-from jlora.doctor import fit, journal
+from jlora.doctor import fit, journal, output
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Order
 from jlora.doctor.table import table
@@ -122,17 +123,17 @@ class Job:
         until, path = time.monotonic() + share, self.work / f"{section.name}.jsonl"
         for _ in range(section.restarts + 1):
             before = len(journal.read(path).begun)
-            reason = self._process(section, path, until)
+            reason, late = self._process(section, path, until)
             if reason:
-                self._note(section, path, reason, late=time.monotonic() > until)
+                self._note(section, path, reason, late)
             if not reason or len(journal.read(path).begun) == before or time.monotonic() > until - 5:
                 break
         self._take(section, path)
         print(f"{section.name}: {self.until - time.monotonic():.0f} s left", flush=True)
         self.save()
 
-    def _process(self, section: Section, path: Path, until: float) -> str:
-        """Runs one process of a part; the reason why it did not come to its end, or ""."""
+    def _process(self, section: Section, path: Path, until: float) -> tuple[str, bool]:
+        """Runs one process of a part; the reason why it did not come to its end, or "", and whether it was late."""
         args, seconds = self.args, max(1.0, until - time.monotonic())
         rates = msgspec.convert(self.found.get("rates"), Rates | None)
         kernels = section.kernels or args.kernels.replace("both", "auto")
@@ -144,17 +145,21 @@ class Job:
             command = [*self.program, json.dumps(asdict(order))]
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
             silent = most_s = 0.0
-            while process.poll() is None and silent <= most_s and time.monotonic() < until + GRACE_S:
-                time.sleep(POLL_S)
-                silent = time.time() - max(path.stat().st_mtime, began)
-                most_s = COMPILE_S if journal.read(path).compiling else section.silent_s
-            code = process.poll()
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: left behind
-                process.wait(5)
+            try:
+                while process.poll() is None and silent <= most_s and time.monotonic() < until + GRACE_S:
+                    time.sleep(POLL_S)
+                    silent = time.time() - max(path.stat().st_mtime, began)
+                    most_s = COMPILE_S if journal.read(path).compiling else section.silent_s
+                code = process.poll()
+            finally:  # of a job that is told to end, too: nothing stays on the device
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: left behind
+                    process.wait(5)
         if journal.read(path).ended:
-            return ""
-        return f"was ended, {silent:.0f} s without a sign" if code is None else f"ended with exit code {code}"
+            return "", False
+        if code is not None:
+            return f"ended with exit code {code}", False
+        return f"was ended, {silent:.0f} s without a sign", silent <= most_s
 
     def _note(self, section: Section, path: Path, reason: str, late: bool) -> None:
         """Records that a part died or ran out of time. Where rows are cases, the open case becomes a row."""
@@ -197,21 +202,22 @@ class Job:
 
     def save(self) -> Path:
         """Writes the report; a reader never sees half of one."""
-        path = self.args.out / "device.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.record(), indent=1) + "\n")
-        return partial.replace(path)
+        return output.write(self.args.out / "device.json", json.dumps(self.record(), indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the job; 0 unless a kernel differs from the reference or a part failed."""
-    args = parser().parse_args(argv)
+    """Runs the job; 0 unless a kernel differs from the reference, a part failed, or nothing was measured."""
+    made = parser()
+    args = made.parse_args(argv)
+    if not 60 * args.minutes >= RATES.needs_s:  # nan is not
+        made.error(f"--minutes {args.minutes:g}: must be at least {RATES.needs_s / 60:g}")
     args.words = list(sys.argv[1:] if argv is None else argv)
     work = args.out / "parts"  # stays: of a job that is killed, too
-    work.mkdir(parents=True, exist_ok=True)
+    output.ready(args.out)
+    output.ready(work)
     for old in (*work.glob("*.jsonl"), *work.glob("*.log")):
         old.unlink()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         job = Job(args, time.monotonic() + 60 * args.minutes, work)
         job.run(RATES, sections("gpu", args.quick))  # the longest list: which one it is, the rates will say
@@ -224,7 +230,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(record))
     print(path)
     rows = [row for name in ROWS for row in record.get(name, [])]
-    return int(bool(job.failed) or any(row.get("ok") is False for row in rows))
+    return int(bool(job.failed) or "rates" not in record or any(row.get("ok") is False for row in rows))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves like an exception, so that the part under way ends with the job."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -161,6 +161,6 @@ def _exit(code: int) -> None:
 if __name__ == "__main__":
     try:
         _exit(main(sys.argv[1:]))
-    except Exception:
+    except BaseException:  # of Ctrl-C, too
         traceback.print_exc()
         _exit(1)

@@ -77,7 +77,12 @@ def joined(steps: Sequence[Timed]) -> Iterator[Timed]:
 
 
 class Profile:
-    """An engine that plays scenes. Every program of `built` is compiled (`compile_rest`)."""
+    """An engine that plays scenes. Every program of `built` is compiled (`compile_rest`).
+
+    Attributes:
+        took_s: of all steps so far.
+        speed: prompt tokens per second of the fastest step that only computed prompts.
+    """
 
     def __init__(self, built: Built):
         self._watched = _Watched(built.runner)
@@ -86,6 +91,7 @@ class Profile:
         self._built = built
         self._registry = built.parts.registry
         self._asked = 0
+        self.took_s = self.speed = 0.0
 
     def run(self, scene: Scene, steps: list[Timed]) -> None:
         """Plays a scene once; adds its seconds to `steps`, which an earlier round of it has filled, or fills it."""
@@ -100,6 +106,9 @@ class Profile:
             request = Request(f"fit-{self._asked}", prompt, sampling, name, bypass_prefix_cache=True)
             self.engine.submit(request)
         found = list(self._steps())
+        self.took_s += sum(seconds for _, seconds in found)
+        speeds = [step.prompt.prompt / s for step, s in found if step.prompt and not step.decode]
+        self.speed = max([self.speed, *speeds])
         if [(step.decode, step.prompt) for step in steps] == [(step.decode, step.prompt) for step, _ in found]:
             for step, (_, seconds) in zip(steps, found, strict=True):
                 step.seconds.append(seconds)
@@ -169,6 +178,7 @@ class Space:
         decode, prompt: rows of the compiled forms of launches.
         ranks: of adapters.
         blocks: of an adapter of each rank; room: blocks for a scene's adapters.
+        context: tokens that a scene's sequences may have in the pool.
     """
 
     decode: tuple[int, ...]
@@ -177,6 +187,7 @@ class Space:
     ranks: tuple[int, ...]
     blocks: tuple[int, ...]
     room: int
+    context: int
 
     @classmethod
     def of(cls, built: Built, ranks: Sequence[int]) -> Space:
@@ -184,8 +195,8 @@ class Space:
         buckets, layout = built.runner.builder.buckets, built.reader.layout
         spec = built.reader.spec
         blocks = tuple(random_adapter(spec, layout, "", rank).blocks for rank in ranks)
-        room = int(SHARE * (layout.blocks - 1))
-        return cls(buckets.decode, buckets.prefill, built.info.limits.max_len, tuple(ranks), blocks, room)
+        room, context = int(SHARE * (layout.blocks - 1)), (layout.blocks - 1) // 2 * layout.block_tokens
+        return cls(buckets.decode, buckets.prefill, built.info.limits.max_len, tuple(ranks), blocks, room, context)
 
     def scenes(self, rng: np.random.Generator, count: int) -> list[Scene]:
         """`count` scenes for every compiled form: a half of it to all of it full."""
@@ -194,6 +205,22 @@ class Space:
             for last, size in zip((0, *forms[:-1]), forms, strict=True):
                 found += [draw(rng, int(rng.integers(last + 1, size + 1))) for _ in range(count)]
         return found
+
+    def long(self, rng: np.random.Generator, tokens: int) -> list[Scene]:
+        """A scene of few sequences of the base with `tokens` of context in all; none if other scenes have as many.
+
+        Less where pool or model hold less. The sequences that are computed first decode until all of them do.
+        """
+        chunk = self.prompt[-1] * ROW
+        tokens = min(tokens, self.context, self.decode[-1] * self.max_len // 2, chunk * self.max_len // 4)
+        longest = self.max_len - ANSWER - -(-tokens // chunk)
+        if tokens <= 2 * TOKENS or longest < 1:
+            return []
+        least = -(-tokens // longest)
+        count = min(self.decode[-1], int(rng.integers(least, least + FEW)))
+        each = min(longest, tokens // count)
+        ends = [-(-each * (i + 1) // chunk) for i in range(count)]
+        return [tuple(Ask(each, ANSWER + ends[-1] - end) for end in ends)]
 
     def _decoding(self, rng: np.random.Generator, sequences: int) -> Scene:
         longest = min(self.max_len - ANSWER, 2 * TOKENS // sequences)

@@ -1,7 +1,7 @@
 """`jlora cluster plan`: how many replicas of which chip a trace needs, by simulation.
 
 jlora cluster plan --trace mine.csv --slo-ms 50 --on a10 a100 h100 --model llama-3-8b
-jlora cluster plan --trace mine.csv --slo-ms 50 --steps step-MODEL.json --attain 0.95
+jlora cluster plan --trace mine.csv --slo-ms 50 --steps fit-MODEL-tpN.json --attain 0.95
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -242,20 +243,67 @@ def test_what_a_part_has_found_is_in_the_results_while_it_runs(tmp_path: Path, m
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/kept")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "rates.jsonl").write_text('{"end": true}\n')  # of an earlier job
-    assert the_job.main(["--out", str(tmp_path)]) == 0
+    assert the_job.main(["--out", str(tmp_path)]) == 1  # nothing was measured
     assert seen == [[str(tmp_path / "parts")]] and os.environ["JAX_COMPILATION_CACHE_DIR"] == "/kept"
 
 
-def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(tmp_path: Path):
-    script = tmp_path / "part.py"
-    script.write_text(BREAKS.replace("HOW", "time.sleep(100)"))
-    args = argparse.Namespace(out=tmp_path, kernels="auto", quick=True, words=[])
-    made = Job(args, time.monotonic() + the_job.GRACE_S + 9, tmp_path, (sys.executable, str(script)))
+# A part that begins at once, also on a busy machine, and breaks on the case b.
+LIGHT = """
+import json, sys, time
+with open(json.loads(sys.argv[1])["to"], "a") as file:
+    for line in ({"begin": "a"}, {"row": ["kernels", {"case": "a", "ok": True}]}, {"begin": "b"}):
+        file.write(json.dumps(line) + "\\n")
+HOW
+"""
+
+
+def light(how: str, folder: Path) -> Job:
+    """A job of it."""
+    args = argparse.Namespace(out=folder, kernels="auto", quick=True, words=[])
+    return Job(args, time.monotonic() + 28, folder, (sys.executable, "-c", LIGHT.replace("HOW", how)))
+
+
+def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(the_job, "GRACE_S", 2)
+    made = light("time.sleep(100)", tmp_path)
     made.run(Section("kernel_speed", least_s=30))
     assert made.skipped[0].startswith("kernel_speed: ") and made.failed == []
-    made.run(Section("kernels", most_s=1, silent_s=4, restarts=2))
+    made.run(Section("kernels", most_s=1, restarts=2))
     assert made.failed == [] and [row["ok"] for row in made.found["kernels"]] == [True, None]
     assert "kernels, b: was ended" in made.skipped[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("time.sleep(100)", "s without a sign"), ("time.sleep(2); sys.exit(3)", "ended with exit code 3")],
+    ids=["hangs", "dies"],
+)
+def test_a_part_that_hangs_or_dies_when_its_time_is_over_has_failed(how: str, reason: str, tmp_path: Path):
+    made = light(how, tmp_path)
+    made.run(Section("kernels", most_s=1, silent_s=6))
+    assert made.skipped == [] and made.failed[0].startswith("kernels, b: ") and made.failed[0].endswith(reason)
+    assert [row["ok"] for row in made.found["kernels"]] == [True, False]
+
+
+def test_a_job_that_is_told_to_end_takes_its_part_with_it(tmp_path: Path):
+    part = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    code = f"""
+import functools, sys
+from jlora.doctor import job
+job.Job = functools.partial(job.Job, program=(sys.executable, "-c", {part!r}))
+sys.exit(job.main(["--out", {str(tmp_path)!r}]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        log = tmp_path / "parts" / "rates.log"
+        until = time.monotonic() + 30
+        while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 FIRST = ["decode 64 x 1k", "q+k+v decode 64, 8 adapters"]

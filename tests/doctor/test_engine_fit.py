@@ -14,7 +14,7 @@ from jlora import config as configuration
 from jlora.cli import main
 from jlora.doctor import launches, profile
 from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
-from jlora.engine.build import build, compile_rest, fitted_steps
+from jlora.engine.build import build, compile_rest, fitted_steps, programs_of
 from jlora.engine.cold_start import Chooser
 from jlora.engine.device import name_of
 from jlora.engine.plan import ROW
@@ -30,7 +30,7 @@ KNOWN = launches.Fit(
     Launches({2: 0.01, 4: 0.012, 8: 0.02}, context_s=1e-6, adapters_s=1e-4, spread_s=2e-6),
     Launches({1: 0.02, 2: 0.03, 4: 0.05}, pair_s=1e-8, block_s=1e-5, token_s=1e-7),
 )
-SPACE = Space(DECODE, PROMPT, max_len=256, ranks=(8, 64), blocks=(4, 32), room=100)
+SPACE = Space(DECODE, PROMPT, max_len=256, ranks=(8, 64), blocks=(4, 32), room=100, context=1600)
 
 
 def steps(count: int, seed: int) -> list[Timed]:
@@ -104,6 +104,20 @@ def test_scenes_meet_every_form_within_context_and_room():
         assert sum({8: 4, 64: 32}[rank] for rank, _ in {a.adapter for a in scene if a.adapter[0]}) <= 100
 
 
+def test_a_scene_of_long_contexts_has_the_tokens_that_there_is_time_and_room_for():
+    space = dataclasses.replace(SPACE, decode=(2, 8, 16), prompt=(1, 8), max_len=1024)
+    for tokens, least, most in ((1200, 1100, 1200), (99_999, 1500, 1600)):
+        for seed in range(9):
+            (scene,) = space.long(np.random.default_rng(seed), tokens)
+            assert least <= sum(ask.prompt for ask in scene) <= most and len(scene) <= 16
+            assert all(ask.prompt + ask.output <= 1024 for ask in scene)
+            outputs = [ask.output for ask in scene]
+            assert outputs == sorted(outputs, reverse=True) and outputs[-1] == ANSWER
+    assert space.long(np.random.default_rng(0), 2 * TOKENS) == []
+    tight = dataclasses.replace(SPACE, max_len=ANSWER, context=10**6)
+    assert tight.long(np.random.default_rng(0), 10**6) == []
+
+
 def test_a_file_of_another_machine_is_refused_before_the_weights_are_read(tmp_path: Path):
     from tests.test_step_model import STEPS
 
@@ -133,6 +147,33 @@ def test_a_file_of_another_link_is_refused_and_one_of_another_jax_is_told(
     assert f"jax = 0.1, here it is {jax.__version__}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("key", "then", "now"),
+    [
+        ("attention", "pallas-tpu", "xla"),
+        ("engine.max_seqs", 7, 8),
+        ("engine.max_step_tokens", 32, 64),
+        ("model.max_model_len", 2 * TINY.max_len, TINY.max_len),
+    ],
+)
+def test_a_file_of_other_programs_is_told(
+    key: str, then: str | int, now: str | int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from tests.test_step_model import STEPS
+
+    path, layout = tmp_path / "steps.json", PoolLayout.of(TINY, 256, 16)
+    keys = {"model.path": "x", "engine.step_model": str(path), "cache.link_gbps": 0.5}
+    config = configuration.load(None, {**keys, "engine.max_seqs": 8, "engine.max_step_tokens": 64})
+    here = dataclasses.replace(STEPS, device=name_of(jax.devices()[0]), jax=jax.__version__)
+    programs = programs_of(config, TINY, layout)
+    dataclasses.replace(here, programs=programs).write(path)
+    assert fitted_steps(config, TINY, layout) is not None and caplog.messages == []
+    dataclasses.replace(here, programs={**programs, key: then}).write(path)
+    assert fitted_steps(config, TINY, layout) is not None
+    said = f"step model {path}: {key} = {then}, here it is {now}; its times may differ: fit again"
+    assert caplog.messages == [said]
+
+
 @pytest.mark.slow
 def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_model(tmp_path / "model", TINY, 0)
@@ -157,17 +198,39 @@ def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, mo
 
 
 @pytest.mark.slow
+def test_sequences_of_long_contexts_decode_together(tmp_path: Path):
+    spec = dataclasses.replace(TINY, max_len=1024)
+    write_model(tmp_path / "model", spec, 0)
+    keys = {"model.path": str(tmp_path / "model"), "engine.max_seqs": "4", "engine.max_step_tokens": "256"}
+    keys |= {"cache.hbm_blocks": "512", "cache.host_blocks": "64", "serve.compile_cache": ""}
+    built = compile_rest(build(configuration.load(None, keys), progress=False))
+    try:
+        playing, timed = profile.Profile(built), []
+        (scene,) = Space.of(built, (8,)).long(np.random.default_rng(0), 1500)
+        playing.run(scene, timed)
+    finally:
+        built.engine.close()
+    together = [
+        step.decode for step in timed if step.kind == "decode" and step.decode and step.decode.rows == len(scene)
+    ]
+    assert len(together) >= 3 and max(load.context for load in together) > sum(ask.prompt for ask in scene) > 1400
+    assert playing.took_s > 0 and playing.speed > 0
+
+
+@pytest.mark.slow
 def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture):
     write_model(tmp_path / "model", TINY, 0)
     sizes = {"engine.max_seqs": "4", "engine.max_step_tokens": "64", "cache.hbm_blocks": "512"}
     sizes |= {"cache.host_blocks": "2048", "serve.compile_cache": ""}
     words = ["doctor", "fit", "--model", str(tmp_path / "model"), "--quick", "--out", str(tmp_path), "--set"]
     assert main([*words, *(f"{key}={value}" for key, value in sizes.items())]) == 0
-    assert "ours held all" in capsys.readouterr().out
-    (path,) = tmp_path.glob("step-*.json")
+    said = capsys.readouterr().out
+    assert "ours held all" in said and "contexts: up to " in said
+    (path,) = tmp_path.glob("fit-*-tp1.json")
     found = FittedSteps.read(path)
     assert set(found.decode.forms) >= {2, 4} and set(found.prompt.forms) == {1, 2} and found.device_blocks == 512
     assert all(seconds > 0 for seconds in found.prompt.forms.values())
+    assert found.programs["engine.max_seqs"] == 4 and found.programs["attention"] == "xla"
     assert found.points is not None and found.points.of.batch == 4 and min(found.points.by_rank.values()) > 0
     keys = {"model.path": str(tmp_path / "model"), "engine.cold_start": "auto", "engine.step_model": str(path)}
     built = compile_rest(build(configuration.load(None, {**sizes, **keys}), progress=False))
