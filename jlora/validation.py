@@ -94,6 +94,11 @@ def check_prompt_length(count: int, limits: Limits) -> None:
         raise OutOfRange(f"prompt: has {count} tokens, must leave room for output in the context of {limits.max_len}")
 
 
+def room(prompt: int, limits: Limits) -> int:
+    """Output tokens that a prompt of so many tokens leaves room for, at least one."""
+    return max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
+
+
 def entries_of(sampling: SamplingParams) -> int:
     """What an answer has for each output token: the token, and its likely ones."""
     return 1 + (sampling.logprobs or 0)
@@ -148,7 +153,7 @@ def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
 
 def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
     if max_tokens is None:
-        max_tokens = max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
+        max_tokens = room(prompt, limits)
     if prompt + max_tokens > limits.max_len:
         raise OutOfRange(
             f"max_tokens = {_show(max_tokens)}: with a prompt of {prompt} tokens it passes the context of "

@@ -3,8 +3,9 @@
 Order of service: higher priority first, then the tenant that has received least (`jlora.engine.shares`),
 then arrival. While the link is behind with copies that requests wait for, sequences that find everything
 on the device overtake the others: they need no copy, and they run before their data is evicted for others.
-Near saturation this rule decides how many requests are served. A request is overtaken at most `OVERTAKES`
-times, and never by one of lower priority.
+Near saturation this rule decides how many requests are served. A request's turn on the link is put off for at
+most `OVERTAKES` others, and never for one of lower priority. While it then waits for the link, those run that need
+neither the link nor its room. One of lower priority also leaves it a slot.
 
 A queued sequence holds no blocks, but its want tells the cache what it will need, and when.
 """
@@ -166,7 +167,7 @@ class Admission:
             facts = _Waiting(sequence, step, self)
             verdict = judge(facts, step)
             if verdict is Verdict.RUN:
-                if facts.leaves_room() and self._lease(sequence, step, now):
+                if facts.leaves_slots() and facts.leaves_room() and self._lease(sequence, step, now):
                     if not step.second:
                         step.closed = _overtake(step.deferred)
                     yield sequence
@@ -188,9 +189,9 @@ class Admission:
     def _spare_s(self, step: Step) -> float:
         """Seconds of further copies that the link can take without being behind. Negative: it is behind.
 
-        It always is while as many sequences load as can run.
+        It always is while as many sequences load as can run, without those that wait for a merged adapter to go.
         """
-        if len(step.loading) >= self._max_seqs:
+        if len(step.loading) >= self._max_seqs and sum(map(self._turns.may_run, step.loading)) >= self._max_seqs:
             return -math.inf
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
 
@@ -241,6 +242,14 @@ class Admission:
         """Whether all of these could have a lease now, if the queue needed nothing."""
         return self._leases.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom(step))
 
+    def leaves_slots(self, sequence: Sequence, step: Step) -> bool:
+        """Whether a slot is left for each sequence of higher priority that is held, or whose copies are under way."""
+        if len(self._shares) == 1:
+            return True
+        priority = sequence.request.priority
+        first = [s for s in (*step.held, *step.loading) if s.request.priority > priority and self._turns.may_run(s)]
+        return not first or len(step.running) + len(first) < self._max_seqs
+
     def host_helps(self, sequence: Sequence) -> bool:
         """Whether it could run at once although its adapter is missing."""
         return self._leases.gate.could_help(sequence.adapter, len(sequence.tokens))
@@ -286,6 +295,10 @@ class _Waiting:
     def fits(self) -> bool:
         """Whether there would be room for it if the queue needed nothing."""
         return self._queue.fit(self._step, self._sequence)
+
+    def leaves_slots(self) -> bool:
+        """Whether those of higher priority that wait for the link or for copies still find their slots."""
+        return self._queue.leaves_slots(self._sequence, self._step)
 
     def leaves_room(self) -> bool:
         """Whether it leaves room for the first sequence that is held."""

@@ -252,9 +252,11 @@ class Engine:
             request = replace(request, sampling=sampling)
         length = prompt + (sampling.max_tokens or 1)
         if length > capacity:
+            adapter, pinned = origin.adapter, self._manager.pins(without=origin.adapter).pinned
+            beside = f" beside the {pinned} blocks of pinned adapters; unpin one, or" if pinned else ";"
             raise ResourceExhausted(
-                f"prompt + max_tokens = {length} tokens (and the adapter's {origin.adapter.size} blocks) can never "
-                f"fit the pool of {self._manager.total} blocks; raise cache.hbm_blocks"
+                f"prompt + max_tokens = {length} tokens (and the adapter's {adapter.size} blocks) can never "
+                f"fit the pool of {self._manager.total} blocks{beside} raise cache.hbm_blocks"
             )
         return request
 

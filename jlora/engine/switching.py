@@ -1,7 +1,9 @@
 """Switches the weights between steps, a few pieces at a time. No jax.
 
 While the first pieces of an adapter are merged, its requests run at any point of the switch: its blocks
-act in the other pieces only. No other request runs until everything is taken out and proved.
+act in the other pieces only. No other request runs until everything is taken out and proved. Those that ran
+keep their blocks meanwhile. If they leave its requests no room, so that nobody runs, it is taken out at once.
+It is merged again once a request of it has blocks, or nobody else asks.
 
 Each piece reads its layer of the host copy. If that copy is dropped in the middle of a switch, what is
 merged is taken out again, for which nothing more of it is needed.
@@ -48,6 +50,7 @@ class Switching(Turns):
         self._seen = NOTHING  # of the last step that was observed
         self._live: set[Sequence] = set()
         self._passed: set[Sequence] = set()
+        self._in_vain: AdapterNode | None = None  # it was merged, but no request of it has got blocks since
 
     # -- what the scheduler asks ------------------------------------------------------------
 
@@ -72,8 +75,11 @@ class Switching(Turns):
             self._passed.add(sequence)
 
     def planned(self, works: Iterable[Work]) -> None:
-        if self._passed:
-            self._passed.difference_update(work.sequence for work in works)
+        served = {work.sequence for work in works}
+        self._passed -= served
+        # Before others' last tokens are read, they keep their slots.
+        if not served and self.only and not (self._leased(self.only) or any(s.in_flight for s in self._live)):
+            self._in_vain = self.only
 
     def left(self, sequence: Sequence) -> None:
         self.policy.left(sequence.adapter)
@@ -104,7 +110,11 @@ class Switching(Turns):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
         merged = self._node if merger.done else None
-        self._target = self.policy.choose(now, merged, switch_s)
+        target, vain = self.policy.choose(now, merged, switch_s), self._in_vain
+        if vain is not None and (self._leased(vain) or not self.policy.live[vain]):
+            vain = self._in_vain = None
+        others = self.policy.live.keys() - {target}
+        self._target = None if others and target is vain else target
         if self._node not in (None, self._target) and not merger.done and not self.policy.live[self._node]:
             merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
@@ -174,6 +184,10 @@ class Switching(Turns):
         return loss.error, _refusal(loss)
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _leased(self, node: AdapterNode | None) -> bool:
+        """Whether a request of this adapter holds blocks."""
+        return any(s.adapter is node and s.lease is not None for s in self._live)
 
     def _pieces_at_once(self, each_s: float) -> int:
         return max(1, int((self._usual_s or IDLE_S) / max(each_s, 1e-6)))

@@ -9,28 +9,34 @@
 * A stop string may begin several tokens before it ends, and end inside a token. Text that may
   become a stop string is held back until that is decided; no other text is.
 
-The texts of a completion concatenate to what its tokens add to `decode` of the prompt, or in a chat to `decode` of
-all its tokens, up to the stop. They differ only
-for broken bytes of a byte-fallback tokenizer: `decode` then drops the whole run of byte tokens,
-including its complete characters.
+The texts of a completion concatenate to what its tokens add to `decode` of the prompt, without a character that the
+prompt only begins, or in a chat to `decode` of all its tokens, up to the stop. They differ only for broken bytes of a
+byte-fallback tokenizer: `decode` then drops the whole run of byte tokens, including its complete characters.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from jlora.serve.tokenizer import Tokenizer
+
+MOST_BEFORE = 3  # tokens that may begin a character before the one that completes it
 
 
 class Detokenizer:
     """Turns token ids into text one by one."""
 
-    def __init__(self, tokenizer: Tokenizer, before: int | None = None) -> None:
-        """`before`: the token with text that the first one follows; None: a text begins."""
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
+        """`before`: the last tokens with text, `MOST_BEFORE` or all, that the first one follows; none: a text begins.
+
+        They may end within a character: its text comes whole, with the token that completes it.
+        """
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._last = before  # the last token with text
+        self._last: int | None = None  # the last token with text
+        for token in before:
+            self.push(token)
 
     def push(self, token_id: int, special: bool = False) -> str:
         """The text that `token_id` completes. A special token has one only with `special`: its name."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 
 from jlora.errors import Unavailable
-from jlora.serve.output import Detokenizer, StopFinder
+from jlora.serve.output import MOST_BEFORE, Detokenizer, StopFinder
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
@@ -26,7 +26,7 @@ class Answer:
     """Turns a validated request's token events into deltas, without text if there is no tokenizer. Not thread-safe."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
-        eos, before = frozenset(eos_ids), None if tokenizer is None else _before(request, tokenizer)
+        eos, before = frozenset(eos_ids), [] if tokenizer is None else _before(request, tokenizer)
         made = [None if tokenizer is None else Detokenizer(tokenizer, before) for _ in range(request.sampling.n)]
         self._completions = [_Completion(i, request.sampling, one, eos) for i, one in enumerate(made)]
         self._ends: list[Delta] = []
@@ -82,10 +82,10 @@ class Answer:
         )
 
 
-def _before(request: Request, tokenizer: Tokenizer) -> int | None:
-    """The last token of the prompt's text, which the answer's goes on from; None where a text begins."""
-    last = () if request.chat else reversed(request.prompt[-SPECIALS:])
-    return next((token for token in last if not tokenizer.is_silent(token)), None)
+def _before(request: Request, tokenizer: Tokenizer) -> list[int]:
+    """The last tokens of the prompt's text, which the answer's goes on from; none where a text begins."""
+    last = () if request.chat else request.prompt[-SPECIALS:]
+    return [token for token in last if not tokenizer.is_silent(token)][-MOST_BEFORE:]
 
 
 def joined(deltas: Iterable[Delta]) -> Iterator[Delta]:

@@ -15,7 +15,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.tokenizer import Tokenizer
 from jlora.serve.workers import INLINE_CHARS
 from jlora.types import Request
-from jlora.validation import check_prompt_length, validate
+from jlora.validation import check_prompt_length, room, validate
 
 MAX_MESSAGES = 4096  # of a chat; a template takes about 2 µs for one
 MAX_LISTED = 1 << 20  # ids in an answer of Tokenize: below a default client's 4 MiB
@@ -54,8 +54,10 @@ class Texts:
     def __init__(self, backend: Backend):
         self._backend = backend
 
-    async def request(self, prompt: Prompt, draft: Request) -> Request:
+    async def request(self, prompt: Prompt, draft: Request, usual: int | None = None) -> Request:
         """The validated request: `draft` with the prompt's token ids.
+
+        An unset `max_tokens` becomes `usual`, or the room that the prompt leaves if that is less; with None, all of it.
 
         Raises OutOfRange for a prompt that the context does not take, and what `validate` raises.
         """
@@ -68,6 +70,9 @@ class Texts:
         else:
             check_prompt_length(len(prompt), limits)  # before protobuf's become Python's
             ids = prompt
+        if usual is not None and draft.sampling.max_tokens is None:
+            most = min(usual, room(len(ids), limits))
+            draft = replace(draft, sampling=replace(draft.sampling, max_tokens=most))
         return validate(replace(draft, prompt=tuple(ids), chat=isinstance(prompt, Chat)), limits)
 
     async def tokenize(self, prompt: str | Chat, special: bool | None = None) -> list[int]:

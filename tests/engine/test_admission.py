@@ -207,3 +207,20 @@ def test_of_those_far_behind_nobody_is_asked_whether_computing_were_sooner():
     assert not asked and not admitted(bench, "again0")
     bench.finish(limit=5000)
     assert asked and all(len(bench.tokens(f"again{index}")) == 1 for index in range(20))
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_who_waits_for_the_link_keeps_a_slot_from_those_of_lower_priority(slots: int):
+    """More requests of lower priority than slots need no copy, and their answers are long."""
+    bench = Bench(blocks=4096, delay=60, step_s=0.02, max_step_tokens=4096, max_seqs=slots)
+    bench.submit("dear", 5, max_tokens=1, adapter=bench.adapter(1, DEAR))
+    bench.step()
+    bench.submit("high", 5, max_tokens=1, adapter=bench.adapter(2, 3), priority=5)
+    for index in range(3 * slots):
+        bench.submit(f"low{index}", [index + 500] * ROW, max_tokens=400)
+    bench.step()
+    assert len(work(bench.plans[-1])) == slots - 1 and not admitted(bench, "high")  # it is held
+    while not bench.tokens("high"):
+        bench.step()
+        assert len(bench.plans) < 3 * 60, "all slots are taken"
+    bench.finish(limit=5000)

@@ -124,3 +124,14 @@ def test_the_refusal_names_the_numbers_and_changes_nothing():
     made.engine.adapters.pin("0", False)
     assert made.engine.adapters.add(new("big", 13)).blocks == 13  # without pins, as far as the pool goes
     serves_all(made)
+
+
+def test_a_request_that_pins_leave_no_room_for_is_told_so():
+    made = replica(24, 6, 4)  # the longest context is as large as half of the pool
+    tokens = 15 * BLOCK
+    answers(made, None, tokens)
+    made.engine.adapters.pin("0", True)
+    with pytest.raises(ResourceExhausted, match=r"76 tokens .*24 blocks beside the 6 blocks.*; unpin one, or"):
+        answers(made, "1", tokens + 4 * BLOCK)
+    with pytest.raises(ResourceExhausted, match=r"pool of 24 blocks; raise cache.hbm_blocks"):
+        answers(made, "0", tokens + 4 * BLOCK)  # its own blocks are not in its way as pinned ones

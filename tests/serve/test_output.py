@@ -84,6 +84,17 @@ def test_deltas_behind_a_prompt_go_on_with_its_text_and_those_of_a_chat_begin_an
     assert "".join(stream(tokenizer, ids, prompt=prompt, chat=True)) == tokenizer.decode(ids)
 
 
+@both
+def test_an_answer_that_goes_on_within_a_character_shows_it_whole(tokenizer: Tokenizer):
+    whole = tokenizer.encode("Grün 🙂 ok")
+    within = 0
+    for at in range(1, len(whole)):
+        begun = tokenizer.decode(whole[:at]).rstrip("\ufffd")
+        within += begun != tokenizer.decode(whole[:at])
+        assert begun + "".join(stream(tokenizer, whole[at:], prompt=whole[:at])) == "Grün 🙂 ok", at
+    assert within >= 3
+
+
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 450), max_size=20))
 def test_byte_level_deltas_are_the_full_decode_of_any_tokens_broken_ones_too(ids: list[int]):

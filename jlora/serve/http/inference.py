@@ -118,10 +118,10 @@ class Inference:
             session=body.session(call.headers.get(SESSION, "")),
         )
         if len(prompts) == 1:
-            return [await self._texts.request(prompts[0], draft)]
+            return [await self._texts.request(prompts[0], draft, body.usual)]
         requests = []
         for i, prompt in enumerate(prompts):
-            requests.append(await self._texts.request(prompt, replace(draft, id=f"{name}-{i}")))
+            requests.append(await self._texts.request(prompt, replace(draft, id=f"{name}-{i}"), body.usual))
             if not (i + 1) % PROMPTS:
                 await asyncio.sleep(0)
         return requests

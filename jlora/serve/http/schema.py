@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,7 +25,6 @@ T = TypeVar("T", bound=Struct)
 P = TypeVar("P")
 
 MAX_PARTS = 4096  # of the contents of all messages of a chat
-MAX_TOKENS = 16  # of a completion that does not say; a chat goes on to the end of the context
 
 # Field -> the values, beside null, with which it changes nothing.
 _SHARED: Mapping[str, tuple[Any, ...]] = {
@@ -107,7 +106,13 @@ class StreamOptions(_with(Body, _STREAM), kw_only=True):
 
 
 class GenerationBody(_with(Body, _SHARED), kw_only=True):
-    """What both kinds of generation take. Null is the default everywhere; `jlora.validation` has the limits."""
+    """What both kinds of generation take. Null is the default everywhere; `jlora.validation` has the limits.
+
+    Attributes:
+        usual: most output tokens of a request that does not say; None: all that there is room for.
+    """
+
+    usual: ClassVar[int | None] = None
 
     model: str | None = None
     stream: bool | None = None
@@ -167,6 +172,7 @@ _SAMPLING = tuple(f for f in SamplingParams.__slots__ if f in GenerationBody.__s
 class CompletionBody(_with(GenerationBody, _COMPLETION), kw_only=True):
     """`/v1/completions`: one prompt or several, each a text or token ids."""
 
+    usual: ClassVar[int | None] = 16
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -176,9 +182,9 @@ class CompletionBody(_with(GenerationBody, _COMPLETION), kw_only=True):
         """Only the prompts come back: `max_tokens` 0 with `echo`, as evaluations ask for log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def most_tokens(self) -> int:
+    def most_tokens(self) -> int | None:
         """For the engine, which draws at least one."""
-        return MAX_TOKENS if self.max_tokens is None else 1 if self.bare else self.max_tokens
+        return 1 if self.bare else self.max_tokens
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Every prompt. Raises InvalidArgument for a list of both ids and prompts."""

@@ -182,6 +182,15 @@ def test_an_echo_without_tokens_is_the_prompt(client: openai.OpenAI, http: httpx
     assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 0}).status_code == 400
 
 
+@pytest.mark.parametrize(("left", "drawn"), [(40, 16), (16, 16), (5, 5)])
+def test_a_completion_that_sets_no_length_draws_16_tokens_or_those_that_are_left(
+    client: openai.OpenAI, left: int, drawn: int
+):
+    got = client.completions.create(model="base", prompt=[5] * (MAX_LEN - left), **extra())
+    assert got.usage is not None and got.usage.completion_tokens == drawn
+    assert got.choices[0].finish_reason == "length"
+
+
 def test_an_answer_goes_back_as_a_message(client: openai.OpenAI):
     """As clients keep a conversation: the message of the answer, in both of the package's forms."""
     asked: dict[str, Any] = {"model": "base", "max_tokens": 6, "temperature": 0}
