@@ -38,9 +38,15 @@ class Held(Executor):
         return Future()
 
     def run(self, count: int) -> None:
-        """On a thread of its own, as a pool would."""
-        calls, self.calls = self.calls[:count], self.calls[count:]
-        thread = threading.Thread(target=lambda: [fn(*args) for fn, args in calls])
+        """On a thread of its own, as a pool would; also calls that these submit."""
+
+        def work() -> None:
+            for _ in range(count):
+                if self.calls:
+                    fn, args = self.calls.pop(0)
+                    fn(*args)
+
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
 
@@ -158,7 +164,7 @@ def test_a_replica_whose_groups_do_not_open_is_warm(served: Served, monkeypatch,
     """Once it waited for ever, for example when a rehearsal failed."""
     replica, compiler = served
     monkeypatch.setattr(replica.manager, "stream", lambda: 1 / 0)
-    compiler.run(len(compiler.calls))
+    compiler.run(replica.stats().programs_left + 1)
     assert replica.local.warm().result(60) and not port.streams(replica.manager)
     assert "ZeroDivisionError" in caplog.text and len(answers(replica, "x")) == 12
 
