@@ -23,5 +23,5 @@ def _sample(at_s: float, name: str, pid: int) -> Sample:
         assert found, f"{name}: {key} is missing"
         return int(found[1])
 
-    memory = (number(key) / 1024 for key in ("VmRSS", "RssAnon"))
-    return Sample(at_s, name, *memory, number("Threads"), len(os.listdir(f"/proc/{pid}/fd")))
+    rss, anon = number("VmRSS") / 1024, number("RssAnon") / 1024
+    return Sample(at_s, name, rss, anon, number("Threads"), len(os.listdir(f"/proc/{pid}/fd")))
