@@ -409,9 +409,10 @@ def test_a_stream_that_is_read_too_slowly_ends_and_frees_everything(text_model: 
     ):
         asked = request("Hello", 3500, logprobs=20)
         slow = rpc.InferenceStub(channel).GenerateStream(asked, timeout=60)
-        with refused(CODE.RESOURCE_EXHAUSTED, "reads too slowly", "serve.stall_s = 1 s"):
+        # On a fast machine a message holds so many tokens that the client reads nothing for a second.
+        with refused(CODE.RESOURCE_EXHAUSTED, "serve.stall_s = 1 s"):
             for delta in slow:
-                time.sleep(0.005 * len(delta.outputs[0].token_ids) if own.stats().live_requests else 0)
+                time.sleep(0.005 * len(delta.outputs[0].token_ids))
         own.check_idle()
         own.backend.gate.check_completions(Room(0, 1))  # it holds no place
         assert own.streamed(asked).usage.completion_tokens == 3500, "a reader that keeps up is not cut"
