@@ -201,7 +201,8 @@ class Admission:
         adapter = sequence.adapter
         if adapter.reading or not self._turns.may_run(sequence):
             return True
-        if adapter.backed and sequence.place > self._manager.give_way_to:
+        leaves = adapter.backed and not (adapter.dying or adapter.pinned)  # the others keep their memory anyway
+        if leaves and sequence.place > self._manager.give_way_to:
             return True
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and not leader.drawn

@@ -137,7 +137,7 @@ class Shelf:
         while blocks is None and (node := manager.make_way(size, place)) is not None:
             self._readings[node] = Reading(self._registry.by_uid(node.uid), node)
             blocks = manager.reserve(size)
-        if blocks is None:
+        if blocks is None and size <= manager.host_room - len(manager.reserved):  # a read may hang on its mount
             manager.give_way_to = place
         return blocks
 
