@@ -154,3 +154,22 @@ def test_earlier_requests_keep_their_adapters():
         ended = Counter({name: busy.ended[name] for name in busy.names if busy.ended[name]})
         assert not busy.ended["large"] or len(ended) == len(urgent)
     busy.drain()
+
+
+def test_requests_of_a_version_that_ends_do_not_wait_for_a_reading():
+    """It frees its memory only when they have run: held back, they and the reading would wait for each other."""
+    busy = Busy(16, 4)
+    for _ in range(60):
+        busy.turn(busy.names, 3)
+    busy.ask("large")
+    for _ in range(2000):
+        if busy.replica.manager.give_way_to != float("inf"):
+            break
+        busy.turn(busy.names, 3)
+    else:
+        raise AssertionError("nothing gave way")
+    for name in busy.names:
+        busy.ask(name)
+        busy.replica.engine.adapters.remove(name)
+    busy.drain()
+    assert busy.ended["large"] == 1 and not +busy.waiting
