@@ -69,6 +69,7 @@ class LocalReplica(Replica):
         self._asks: queue.SimpleQueue[Future[ReplicaState]] = queue.SimpleQueue()
         self._snapshot, self._counted = self._look(), system.clock()
         self._failing = threading.Lock()
+        self._closing = threading.Lock()
         self._closed = False
         self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
         self._loaders = Loaders(built, system, self.between_steps)
@@ -289,15 +290,16 @@ class LocalReplica(Replica):
         self._draining = self._stopping = True
         self._work.set()
         self._thread.join()
-        if self._closed:
-            return
-        with ExitStack() as steps:  # the last one first, and each whatever another raises
-            steps.callback(self._built.catalogue.close)
-            steps.callback(self._engine.close)
-            steps.callback(self._remaining.close)
-            steps.callback(self._watch.close)
-            steps.callback(self._loaders.close)
-        self._closed = True  # not before: a caller that was interrupted comes again, and each step may run twice
+        with self._closing:
+            if self._closed:
+                return
+            with ExitStack() as steps:  # the last one first, and each whatever another raises
+                steps.callback(self._built.catalogue.close)
+                steps.callback(self._engine.close)
+                steps.callback(self._remaining.close)
+                steps.callback(self._watch.close)
+                steps.callback(self._loaders.close)
+            self._closed = True  # not before: a caller that was interrupted comes again, and a step may run twice
 
     # -- the thread ---------------------------------------------------------------------------
 
