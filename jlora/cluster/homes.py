@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jlora.cluster.balance import preload
-from jlora.cluster.placement import LEAST, Placement, Wanted, contiguous, fitted, loraserve, random_placement
+from jlora.cluster.placement import LEAST, SLACK, Placement, Wanted, contiguous, fitted, loraserve, random_placement
 
 Kind = Literal["loraserve", "dlora", "random", "contiguous"]
 KINDS: tuple[Kind, ...] = ("loraserve", "dlora", "random", "contiguous")
@@ -33,12 +33,14 @@ class Rule:
         ahead: requests go to a new home when it has the adapter; until then its part of them stays with the old homes.
             Else at once, and the first one fetches it.
         routed: requests go to homes alone, so copies elsewhere are dropped. Else replicas' caches say what they keep.
+        slack: LoRAServe's homes stay while each replica's utilisation is this near to the mean.
     """
 
     kind: Kind = "loraserve"
     ahead: bool = True
     routed: bool = True
     seed: int = 0
+    slack: float = SLACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def place(rule: Rule, room: Room, adapters: Sequence[Wanted], last: Placement) -
         homes = preload(room.blocks, adapters)
         found = {key: dict.fromkeys(at, 1 / len(at)) for key, at in homes.items() if at}
     else:
-        found = loraserve(names, adapters, room.points, last)
+        found = loraserve(names, adapters, room.points, last, rule.slack)
     return fitted(found, adapters, room.host)
 
 

@@ -15,6 +15,7 @@ from scipy.optimize import linear_sum_assignment
 
 Placement = Mapping[str, Mapping[str, float]]  # adapter -> server -> its part
 LEAST = 1e-9  # utilisation below this is none
+SLACK = 0.25  # of the mean: how far from it a server's utilisation may be before adapters move
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,24 @@ class _Bin:
 
 
 def loraserve(
-    servers: Sequence[str], adapters: Sequence[Wanted], points: Mapping[int, float], last: Placement | None = None
+    servers: Sequence[str],
+    adapters: Sequence[Wanted],
+    points: Mapping[int, float],
+    last: Placement | None = None,
+    slack: float = 0.0,
 ) -> Placement:
-    """Algorithm 1. `points`: tokens per second of a server by rank. At equal demands the result is the same."""
+    """Algorithm 1. At equal demands the result is the same.
+
+    Args:
+        points: tokens per second of a server by rank.
+        last: the placement so far.
+        slack: while `last` keeps each server's utilisation this near to the mean, no home moves (ours; the paper's: 0).
+    """
     use = {adapter.key: adapter.rate / points[adapter.rank] for adapter in adapters}
     target = sum(use.values()) / len(servers)
+    band = (1 - slack) * target, (1 + slack) * target
+    if slack and last and (kept := _kept(servers, adapters, use, last, band)):
+        return kept
     by_rank: dict[int, list[Wanted]] = {}
     for adapter in sorted(adapters, key=lambda a: (-a.rank, -use[a.key], a.key)):
         by_rank.setdefault(adapter.rank, []).append(adapter)
@@ -116,6 +130,32 @@ def _place_left(bins: Sequence[_Bin], adapter: Wanted, part: float, use: float, 
             return
 
 
+def _kept(
+    servers: Sequence[str],
+    adapters: Sequence[Wanted],
+    use: Mapping[str, float],
+    last: Placement,
+    band: tuple[float, float],
+) -> Placement | None:
+    """The last placement, with homes for newcomers, if it suits: demand is noisy, and each new home is a transfer.
+
+    None if a server's utilisation is outside the band, or if a newcomer brings a server a higher rank.
+    """
+    low, high = band
+    bins = {server: _Bin() for server in servers}
+    newcomers = []
+    for adapter in sorted(adapters, key=lambda a: (-a.rank, -use[a.key], a.key)):
+        homes = {server: part for server, part in last.get(adapter.key, {}).items() if server in bins}
+        for server, part in _normalised(homes).items():
+            bins[server].add(adapter, part, part * use[adapter.key])
+        newcomers += [] if homes else [adapter]
+    ranks = [each.rank for each in bins.values()]
+    for adapter in newcomers:
+        _place_left(list(bins.values()), adapter, 1.0, use[adapter.key], high)
+    suits = all(low <= each.used <= high for each in bins.values()) and ranks == [each.rank for each in bins.values()]
+    return _placed(bins, adapters) if suits else None
+
+
 def _permuted(bins: Sequence[_Bin], servers: Sequence[str], adapters: Sequence[Wanted], last: Placement) -> Placement:
     """Gives the bins to servers such that as little as possible moves."""
     sizes = {adapter.key: adapter.size for adapter in adapters}
@@ -127,10 +167,15 @@ def _permuted(bins: Sequence[_Bin], servers: Sequence[str], adapters: Sequence[W
                 if server in column:
                     stay[row, column[server]] += sizes[key]
     rows, columns = linear_sum_assignment(stay, maximize=True)
+    return _placed({servers[int(to)]: bins[row] for row, to in zip(rows, columns, strict=True)}, adapters)
+
+
+def _placed(bins: Mapping[str, _Bin], adapters: Sequence[Wanted]) -> Placement:
+    """The homes that servers' bins give adapters."""
     placed: dict[str, dict[str, float]] = {adapter.key: {} for adapter in adapters}
-    for row, to in zip(rows, columns, strict=True):
-        for key, part in bins[row].parts.items():
-            placed[key][servers[int(to)]] = part
+    for server, each in bins.items():
+        for key, part in each.parts.items():
+            placed[key][server] = part
     return {key: _normalised(parts) for key, parts in placed.items()}
 
 

@@ -69,7 +69,11 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--path-gbps", type=float, help="to those in no other host's memory (default: same)")
     many.add_argument("--place", choices=KINDS, help="place adapters; requests follow its table unless --route")
     many.add_argument("--place-s", type=float, help="a time step of the placement (default: 60)")
-    many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
+    many.add_argument(
+        "--late",
+        action="store_true",
+        help="place anew every step, and move an adapter with its first request, as in LoRAServe",
+    )
     many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
     many.add_argument("--fail", nargs="+", default=[], metavar="T:REPLICA[:DOWN_S]", help="kill replicas: 30:r1:10")
     many.add_argument("--migrate-s", type=float, help="between two plans of moves (default: 1)")

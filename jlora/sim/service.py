@@ -18,6 +18,7 @@ from jlora.cluster.asking import LOOK_S
 from jlora.cluster.demand import points_of
 from jlora.cluster.directory import lenders
 from jlora.cluster.homes import Rule
+from jlora.cluster.placement import SLACK
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.cluster.routing.table import Table, Turns
@@ -54,7 +55,8 @@ class Service:
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
         outputs: tokens of a mean answer, as the policies believe until the router has measured them.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
-            table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
+            table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`; without it LoRAServe's
+            own rule, which has no slack.
         look_s: between two looks of the controller at where adapters are. A live one's, unless time steps are scaled.
         foreseen: dLoRA's preload begins with the trace's own demand; else with equal demand, and learns.
         balance: moves requests between the replicas; None: they stay where they were sent.
@@ -174,7 +176,7 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     wires = replace(wires, sizes=work.sizes, ways=ways)
     chosen = TABLES[route]({}) if route in TABLES else ROUTES[route](known)
     if service.place:
-        rule = Rule(service.place, service.ahead, route in TABLES, service.seed)
+        rule = Rule(service.place, service.ahead, route in TABLES, service.seed, SLACK if service.ahead else 0.0)
         placing = Placing(placed_of(rule, service, work, costs, spec.sizes), members, TABLES.get(route, Table))
         wires = replace(wires, placing=placing, every_s=service.place_s, look_s=service.look_s)
         chosen = placing.table if route in TABLES else chosen

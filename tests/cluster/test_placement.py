@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,48 @@ def test_a_server_that_leaves_and_one_that_comes_move_only_what_they_must():
     other = ["s0", "s2", "new"]
     fetch, drop = moves(first, loraserve(other, adapters, POINTS, first))
     assert {server for _, server in fetch} == {"new"} and {server for _, server in drop} == {"s1"}
+
+
+EVEN = [Wanted(f"a{i}", 64, 75.0) for i in range(8)]  # a quarter of a server each
+
+
+def kept(adapters: list[Wanted], names: list[str], slack: float = 0.25) -> tuple[list[str], list[str]]:
+    """Which adapters move when these come to be asked for after `EVEN` on two servers: to new homes, from old ones."""
+    first = loraserve(servers(2), EVEN, POINTS)
+    fetch, drop = moves(first, loraserve(names, adapters, POINTS, first, slack))
+    return [f"{key} {server}" for key, server in fetch], [f"{key} {server}" for key, server in drop]
+
+
+def test_noise_in_the_demand_moves_nothing_but_with_the_papers_rule_it_does():
+    noisy = [replace(one, rate=one.rate * (0.8 if i % 3 else 1.3)) for i, one in enumerate(EVEN)]
+    assert kept(noisy, servers(2)) == ([], [])
+    assert kept(noisy, servers(2), 0.0) != ([], [])
+
+
+@pytest.mark.parametrize("times", [5.0, 0.0001])
+def test_a_server_far_from_the_mean_gets_or_gives_adapters(times: float):
+    first = loraserve(servers(2), EVEN, POINTS)
+    shifted = [replace(one, rate=one.rate * (times if "s0" in first[one.key] else 1.0)) for one in EVEN]
+    assert kept(shifted, servers(2)) != ([], [])
+    assert kept(shifted, servers(2)) == kept(shifted, servers(2), 0.0)
+
+
+def test_a_newcomer_has_a_home_and_nothing_else_moves():
+    fetch, drop = kept([*EVEN, Wanted("new", 64, 10.0)], servers(2))
+    assert fetch in (["new s0"], ["new s1"]) and drop == []
+
+
+def test_a_newcomer_of_a_higher_rank_than_its_server_is_placed_by_the_algorithm():
+    first = loraserve(servers(2), EVEN, POINTS)
+    adapters = [*EVEN, Wanted("high", 128, 1.0)]
+    assert loraserve(servers(2), adapters, POINTS, first, 0.25) == loraserve(servers(2), adapters, POINTS, first)
+
+
+def test_a_server_that_comes_has_its_share_at_once_and_one_that_goes_leaves_only_its_own():
+    fetch, _ = kept(EVEN, servers(3))
+    assert any(each.endswith("s2") for each in fetch), "an idle server is far from the mean"
+    fetch, drop = kept(EVEN, ["s0"])
+    assert {each.partition(" ")[0] for each in fetch} == {each.partition(" ")[0] for each in drop} and len(fetch) == 4
 
 
 def test_baselines_place_every_adapter_once():

@@ -37,7 +37,7 @@ def placed(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for seed, name in enumerate(NAMES):
             path = _make.make_adapter(tmp_path_factory.mktemp(name) / name, text_spec(), seed=seed, r=4)
             world.router.load_adapter(name, str(path)).result(60)
-        placing = Placing(world.controller, world.found, table, Steps(STEPS, every_s=0.5), System())
+        placing = Placing(world.controller, world.found, table, Steps(STEPS, Rule(slack=0.0), 0.5), System())
         wait_for(lambda: all(member.blocks for member in world.controller.members()))
         yield world, placing, table
         for name in NAMES:
