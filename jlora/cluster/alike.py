@@ -17,10 +17,15 @@ RECENT_S = HELLO_S + PAUSES_S[1]  # a replica that was refused and still lives h
 
 
 class Alike:
-    """Refuses a replica unlike those in use. It changes over to the others if they are more and nothing runs."""
+    """Refuses a replica unlike those in use. It changes over to the others if they are more and nothing runs.
+
+    If the router has lost all that it used, these have `RECENT_S` to come back before one of another model may begin.
+    """
 
     def __init__(self, clock: Clock):
         self._clock = clock
+        self._served: ReplicaInfo | None = None  # what those in use served at the last check
+        self._alone: float | None = None  # since when replicas of other models have asked while none was in use
         self._refused: dict[str, tuple[float, ReplicaInfo]] = {}  # by name: when, and what it serves
 
     def check(self, one: Attached, used: Sequence[Attached], idle: bool) -> dict[str, str]:
@@ -39,15 +44,28 @@ class Alike:
             if other.info is not None and (why := merged.difference(one.info, other.info))
         }
         self._refused.pop(one.name, None)
+        if not used:
+            self._wait(one.info)
         if not unlike:
             _warn(one, used)
+            self._served, self._alone = one.info, None
             return {}
         like = 1 + self._waiting(one.info)
         if idle and like > len(unlike):
+            self._served = one.info
             return {name: f"{like} replicas serve another model than it does: {why}" for name, why in unlike.items()}
         self._refused[one.name] = self._clock(), one.info
         why = next(merged.difference(other.info, one.info) for other in used if other.info and other.name in unlike)
         raise Broken(f"it does not serve what the others do: {why}")
+
+    def _wait(self, info: ReplicaInfo) -> None:
+        """Raises Broken while those in use before, which served another model, may come back."""
+        if self._served is None or not (why := merged.difference(self._served, info)):
+            return
+        now = self._clock()
+        self._alone = now if self._alone is None else self._alone
+        if now - self._alone < RECENT_S:
+            raise Broken(f"the replicas in use are lost, and it does not serve what they did: {why}")
 
     def _waiting(self, info: ReplicaInfo) -> int:
         """Replicas that were refused lately, and serve this model."""

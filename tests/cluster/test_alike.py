@@ -121,6 +121,26 @@ def test_replicas_that_were_refused_and_went_away_do_not_count():
     assert list(alike.check(new, [old], idle=True)) == ["r0"]
 
 
+def test_replicas_that_a_router_has_lost_may_come_back_before_another_model_begins():
+    now = 100.0
+    alike = Alike(lambda: now)
+    old, new = _attached("r0", ONE), _attached("r1", OTHER)
+    assert alike.check(old, [], idle=True) == {}
+    with pytest.raises(Broken):
+        alike.check(new, [old], idle=False)
+    for _ in range(2):
+        with pytest.raises(Broken, match=f"are lost, and it does not serve what they did: weights '{'b' * 12}'"):
+            alike.check(new, [], idle=True)
+        now += RECENT_S - 1
+        assert alike.check(old, [], idle=True) == {}, "the wait begins anew with the next loss"
+    with pytest.raises(Broken):
+        alike.check(new, [], idle=True)
+    now += RECENT_S
+    assert alike.check(new, [], idle=True) == {}
+    with pytest.raises(Broken, match=f"not '{'b' * 12}'"):
+        alike.check(old, [], idle=True)
+
+
 def _attached(name: str, info: ReplicaInfo) -> Attached:
     nobody: Any = None
     made = Attached(name, "127.0.0.1:1", Terms("router"), nobody)
