@@ -48,15 +48,21 @@ class Alike:
             self._wait(one.info)
         if not unlike:
             _warn(one, used)
-            self._served, self._alone = one.info, None
+            self._use(one.info)
             return {}
         like = 1 + self._waiting(one.info)
         if idle and like > len(unlike):
-            self._served = one.info
+            self._use(one.info)
             return {name: f"{like} replicas serve another model than it does: {why}" for name, why in unlike.items()}
         self._refused[one.name] = self._clock(), one.info
         why = next(merged.difference(other.info, one.info) for other in used if other.info and other.name in unlike)
         raise Broken(f"it does not serve what the others do: {why}")
+
+    def _use(self, info: ReplicaInfo) -> None:
+        if self._served is not None and (why := merged.difference(self._served, info)):
+            log.warning("the service changes its model: %s. The router keeps the tokenizer that it has read:"
+                        " restart it unless both models have the same", why)  # fmt: skip
+        self._served, self._alone = info, None
 
     def _wait(self, info: ReplicaInfo) -> None:
         """Raises Broken while those in use before, which served another model, may come back."""

@@ -121,7 +121,7 @@ def test_replicas_that_were_refused_and_went_away_do_not_count():
     assert list(alike.check(new, [old], idle=True)) == ["r0"]
 
 
-def test_replicas_that_a_router_has_lost_may_come_back_before_another_model_begins():
+def test_replicas_that_a_router_has_lost_may_come_back_before_another_model_begins(caplog: pytest.LogCaptureFixture):
     now = 100.0
     alike = Alike(lambda: now)
     old, new = _attached("r0", ONE), _attached("r1", OTHER)
@@ -136,7 +136,9 @@ def test_replicas_that_a_router_has_lost_may_come_back_before_another_model_begi
     with pytest.raises(Broken):
         alike.check(new, [], idle=True)
     now += RECENT_S
+    assert not caplog.messages
     assert alike.check(new, [], idle=True) == {}
+    assert "the service changes its model" in caplog.text and "keeps the tokenizer" in caplog.text
     with pytest.raises(Broken, match=f"not '{'b' * 12}'"):
         alike.check(old, [], idle=True)
 
