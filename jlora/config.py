@@ -409,6 +409,12 @@ def _checked(config: Config) -> Config:
             bool(f.controller) or (f.placement, f.routing) != ("dlora", "loraserve"),
             "off or loraserve when cluster.routing is loraserve",
         ),
+        (
+            "serve.otlp_endpoint",
+            s.otlp_endpoint,
+            not s.otlp_endpoint or _is_endpoint(s.otlp_endpoint),
+            "http://HOST:PORT or https://HOST:PORT",
+        ),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),
     ]
     for key, value, ok, limit in rules:
@@ -420,3 +426,10 @@ def _checked(config: Config) -> Config:
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _is_endpoint(text: str) -> bool:
+    scheme, _, address = text.partition("://")
+    host = address.rpartition(":")[0]
+    named = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+", host)
+    return scheme in ("http", "https") and named is not None and _is_address(address.removesuffix("/"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,22 @@ def test_bad_cluster_value_names_the_key(key: str, value: str):
 def test_an_address_is_host_and_port(address: str):
     with pytest.raises(ConfigError, match=f"cluster.addresses = {address!r}: must be HOST:PORT"):
         load(None, {"cluster.fleet": "static", "cluster.addresses": address})
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://[bad", "localhost:4317", "http://h:99999", "http://h", "grpc://h:4317", "http://:4317", "http://a b:1",
+     "http://h:4317/v1/traces"],
+)  # fmt: skip
+def test_a_collector_is_an_address_or_one_error(endpoint: str):
+    said = f"serve.otlp_endpoint = {endpoint!r}: must be http://HOST:PORT or https://HOST:PORT"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        load({"serve": {"otlp_endpoint": endpoint}})
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://localhost:4317", "https://otel.example:4317/", "http://[::1]:4317"])
+def test_a_collectors_address_is_read(endpoint: str):
+    assert load({"serve": {"otlp_endpoint": endpoint}}).serve.otlp_endpoint == endpoint
 
 
 def test_a_tilde_is_the_home_directory_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -80,8 +80,16 @@ def stamp() -> str:
 
 
 def git(*command: str) -> str:
-    """What git says; "" where it is no checkout."""
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """What git says; "" where there is no checkout. Where git does not look at one, nobody knows what is built."""
+    if not (ROOT / ".git").exists():
+        return ""
+    try:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    except OSError as e:
+        raise SystemExit(f"release: git {command[0]}: {e.strerror}") from e
+    if done.returncode:
+        raise SystemExit(f"release: git {command[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ PR_SET_PDEATHSIG = 1
 # Seconds beyond serve.drain_s in which a replica must have stopped: the engine's last step, the last messages.
 STOP_S = 15.0
 REPLICA = "jlora.cluster.worker"
+ENV = "JLORA_CLUSTER_ENV"  # in the environment of Ray's driver: `cluster.env`, as JSON
 READY = re.compile(r"jlora ready grpc=(\S+)")
 
 
@@ -41,15 +42,19 @@ def main(argv: Sequence[str]) -> int:
     return importlib.import_module(module).main(flags)
 
 
-def flags_of(config: Config) -> list[str]:
-    """Flags that read as `config`, wherever its file is: every key that has not its default."""
+def flags_of(config: Config, env: bool = False) -> list[str]:
+    """Flags that read as `config`, wherever its file is: every key that has not its default.
+
+    `env`: those of `cluster.env` too, whose values may be secrets. A command line, which every user of the machine
+    may read, has none of them.
+    """
     flags = []
     for section in fields(Config):
         values = getattr(config, section.name)
         for key in fields(values):
-            value = getattr(values, key.name)
-            if value != getattr(section.default, key.name):
-                flags += _flags(f"{section.name}.{key.name}", value)
+            name, value = f"{section.name}.{key.name}", getattr(values, key.name)
+            if value != getattr(section.default, key.name) and (env or name != "cluster.env"):
+                flags += _flags(name, value)
     return flags
 
 

@@ -110,6 +110,7 @@ async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None
             awaited = "controller"  # without its table, a request for any adapter would fail
             await asyncio.wrap_future(parts.known)
         await router.ready(REST_S)
+        await asyncio.wrap_future(router.state())  # what replicas count from here on is this router's to tell
         return router, await asyncio.to_thread(_tokenizer, config, router)
     except TimeoutError:
         await router.aclose()

@@ -23,7 +23,8 @@ COUNTERS = (
     "steps", "generated_tokens", "prompt_tokens", "preemptions", "compiles_after_warmup", "plan_s", "dispatch_s",
     "read_s", "commit_s",
 )  # fmt: skip
-LATE_S = 4.0  # two answers may come in another order within twice their time limit; a process takes longer to start
+MERGE_COUNTERS = ("switches", "reloads")  # of `MergeState`
+LATE_S = 4.0  # two processes of one name begin further apart: the second has to start; clocks of machines part by less
 CACHE_NOW = ("in_flight", "invalid_kv")  # of `CacheState`
 CACHE_COUNTERS = tuple(
     field.name for field in dataclasses.fields(CacheState) if field.name not in ("policy", "hbm", "host", *CACHE_NOW)
@@ -89,46 +90,85 @@ def member(one: Attached, seen: ReplicaView) -> Member:
     )  # fmt: skip
 
 
-class Counted:
-    """What the replicas have counted. One that restarts, or does not answer for a while, takes nothing back."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Life:
+    """One process of a replica, as its last answer showed it.
 
-    def __init__(self) -> None:
-        self._last: dict[str, dict[str, float]] = {}  # by replica
+    Attributes:
+        asked: when it was asked for this answer; uptime_s: what it said then.
+        latest: when it has begun, at the latest. All by the router's clock.
+        now: its counters; first: what they were before they counted here.
+    """
+
+    asked: float
+    uptime_s: float
+    latest: float
+    now: Mapping[str, float]
+    first: Mapping[str, float]
+
+    def total(self, key: str) -> float:
+        return self.now[key] - self.first[key]
+
+
+class Counted:
+    """What the replicas have counted since this router began to hear them.
+
+    Of a process that is older than the router, only what comes after its first answer counts: a restart of the router
+    adds no lives to a counter's rate. One that restarts, or does not answer for a while, takes nothing back.
+    """
+
+    def __init__(self, began: float) -> None:
+        """`began`: of the router."""
+        self._began = began
+        self._lives: dict[str, _Life] = {}  # by replica
         self._before: Counter[str] = Counter()  # by processes that have ended
 
-    def hear(self, told: Mapping[str, Told]) -> None:
-        """The counters of the replicas that have answered, by name."""
+    def hear(self, told: Mapping[str, Told], asked: float, now: float) -> None:
+        """The counters of the replicas that have answered, by name; when they were asked, and when this is."""
         for name, (server, cache) in told.items():
-            now = {key: getattr(server, key) for key in ("uptime_s", *COUNTERS)}
-            now |= {key: getattr(cache, key) for key in CACHE_COUNTERS}
-            last = self._last.get(name, now)
-            younger_s = last["uptime_s"] - now["uptime_s"]
-            if younger_s > LATE_S:  # another process has the name
-                self._before.update(last)
-            elif younger_s > 0:  # a later answer has been heard already
+            counts = {key: getattr(server, key) for key in COUNTERS}
+            counts |= {key: getattr(server.merge, key) for key in MERGE_COUNTERS}
+            counts |= {key: getattr(cache, key) for key in CACHE_COUNTERS}
+            latest, last = now - server.uptime_s, self._lives.get(name)
+            if last is None or asked - server.uptime_s > last.latest + LATE_S:  # another process has the name
+                if last is not None:
+                    self._before.update({key: last.total(key) for key in counts})
+                first = counts if latest < self._began else dict.fromkeys(counts, 0)
+            elif asked < last.asked or server.uptime_s < last.uptime_s:  # a later answer has been heard already
                 continue
-            self._last[name] = now
+            else:
+                first = last.first
+            self._lives[name] = _Life(asked, server.uptime_s, latest, counts, first)
 
     def total(self, key: str) -> Any:
-        """The sum over all processes that this router has heard of, each since its start."""
-        return self._before[key] + sum(last[key] for last in self._last.values())
+        """The sum over all processes that this router has heard of."""
+        return self._before[key] + sum(life.total(key) for life in self._lives.values())
 
 
 def state(
-    told: Sequence[Told], members: Iterable[Member], policy: str, router: RouterStats, counted: Counted
+    told: Sequence[Told],
+    members: Iterable[Member],
+    policy: str,
+    router: RouterStats,
+    counted: Counted,
+    waiting: Sequence[int] = (),
 ) -> ReplicaState:
     """Sums over the replicas that have answered, but for counters; the longest gap is that of the worst.
 
     Args:
         policy: of the cache, if none has answered.
+        waiting: open completions of each request that waits at the router, which no replica knows.
     """
     servers = [server for server, _ in told]
     steps = max(1, sum(server.steps for server in servers))
+    now = {name: sum(getattr(server, name) for server in servers) for name in NOW}
+    now["waiting"] += sum(waiting)
+    now["live_requests"] += len(waiting)
     stats = EngineStats(
-        **{name: sum(getattr(server, name) for server in servers) for name in NOW},
+        **now,
         **{name: counted.total(name) for name in COUNTERS},
         host_step_s=sum(server.host_s_per_step * server.steps for server in servers) / steps,
-        merge=_merge(servers),
+        merge=_merge([server.merge for server in servers], counted),
     )
     gap = max((server.longest_engine_gap_s for server in servers), default=0.0)
     by_name = tuple(sorted(members, key=lambda member: member.name))
@@ -153,13 +193,15 @@ def owners(told: Sequence[Owned], replicas: int) -> Owners:
     return Owners((), 1, dict(kv), whole)
 
 
-def _merge(servers: Sequence[pb.ServerInfo]) -> MergeState:
-    """Of the first replica that has merged an adapter, by the name that clients know."""
-    for server in servers:
-        if server.merge.adapter:
-            values = {f.name: getattr(server.merge, f.name) for f in dataclasses.fields(MergeState)}
-            return MergeState(**{**values, "adapter": server.merge.adapter.rpartition("@")[0]})
-    return MergeState()
+def _merge(merges: Sequence[pb.MergeState], counted: Counted) -> MergeState:
+    """The adapter of the first replica that has merged one, by the name that clients know."""
+    shown = next((merge for merge in merges if merge.adapter), None)
+    what = MergeState() if shown is None else MergeState(shown.adapter.rpartition("@")[0], shown.uid, shown.share)
+    return dataclasses.replace(
+        what,
+        **{name: counted.total(name) for name in MERGE_COUNTERS},
+        host_bytes=sum(merge.host_bytes for merge in merges),
+    )
 
 
 def _cache(caches: Sequence[pb.CacheState], policy: str, counted: Counted) -> CacheState:

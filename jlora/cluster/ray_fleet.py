@@ -29,7 +29,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jlora import config as configuration
-from jlora.cluster.child import STOP_S, Child, flags_of
+from jlora.cluster.child import ENV, STOP_S, Child, flags_of
 from jlora.cluster.fleet import replica_config
 from jlora.config import Config
 from jlora.errors import JloraError, Unavailable
@@ -68,7 +68,7 @@ class ReplicaActor:
         values = {"serve.host": ray.util.get_node_ip_address()}
         if secret:
             values["cluster.token_file"] = _in_memory(secret)
-        self._told, self._keys = Told("loading"), tuple(flags_of(config))
+        self._told, self._keys = Told("loading"), tuple(flags_of(config, env=True))
         self._child: Child | None = None
         self._stopping = False
         live = configuration.replace(config, values), module
@@ -199,7 +199,7 @@ class Replicas:
             num_cpus=rest.pop("CPU", 0),
             num_gpus=rest.pop("GPU", 0),
             resources=rest,
-            runtime_env={"env_vars": dict(section.env)},
+            runtime_env={"env_vars": _rays(section.env)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i),
         )
         # The actor knows its host.
@@ -224,7 +224,7 @@ class Replicas:
     def _compare(self, name: str, told: Told | None) -> None:
         """Says so where a replica that ran before has another configuration: it keeps that, whatever is set here."""
         keys = getattr(told, "keys", ())  # an actor of an earlier version does not tell
-        wanted = flags_of(replica_config(self._config, name, "127.0.0.1"))
+        wanted = flags_of(replica_config(self._config, name, "127.0.0.1"), env=True)
         differ = {word.partition("=")[0] for word in set(keys) ^ set(wanted)}  # values may be secrets
         if keys and differ:
             print(
@@ -239,6 +239,14 @@ class Replicas:
         if calls:
             ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
         return {name: _answer(call) for name, call in calls.items()}
+
+
+def _rays(env: Mapping[str, str]) -> dict[str, str]:
+    """What an actor itself reads of `cluster.env`; the replica's process has all of it from its `Child`.
+
+    Ray shows these values on command lines and in its lists, so it gets no others.
+    """
+    return {name: value for name, value in env.items() if name == "PYTHONPATH" or name.startswith("RAY_")}
 
 
 def _existing(name: str, bundles: list[dict[str, float]]) -> Any:
@@ -289,10 +297,12 @@ def _say(out: TextIO, **words: Any) -> None:
 def main(argv: Sequence[str]) -> int:
     """Runs the driver until stdin ends; returns the exit code.
 
-    `argv`: the folder of a Ray of our own, the module of the replicas, and flags of a configuration. Each line on
-    stdout is JSON: {"addresses": ...} at each change, or {"error": ...}.
+    `argv`: the folder of a Ray of our own, the module of the replicas, and flags of a configuration, whose
+    `cluster.env` is in the environment. Each line on stdout is JSON: {"addresses": ...} at each change, or
+    {"error": ...}.
     """
-    folder, module, config = argv[0], argv[1], flags.parse(argv[2:])
+    env = json.loads(os.environ.pop(ENV, "{}"))  # here alone, not in Ray's own processes
+    folder, module, config = argv[0], argv[1], configuration.replace(flags.parse(argv[2:]), {"cluster.env": env})
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what replicas print comes on stdout
     stopping, asked = threading.Event(), threading.Event()

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from jlora.cluster.child import REPLICA, STOP_S, flags_of
+from jlora.cluster.child import ENV, REPLICA, STOP_S, flags_of
 from jlora.cluster.fleet import BACKOFF_S, Places, Watch
 from jlora.cluster.scratch import Scratch
 from jlora.config import ClusterConfig, Config
@@ -139,7 +139,7 @@ class RayFleet:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=env,
+                env={**env, ENV: json.dumps(dict(self._config.cluster.env))},
                 process_group=0,  # of a Ray of its own, too; Ctrl-C reaches the router alone
             )
         assert driver.stdin is not None and driver.stdout is not None

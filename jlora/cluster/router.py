@@ -4,7 +4,7 @@ What a command means at a router:
 
 requests    go to one replica and on to others (`dispatch`); ids, the queue's bound and seeds are the router's own
 adapters    are those of the service: the directory answers
-state       sums over the replicas that answer within `ASK_S`; counters also of those that do not, or have ended
+state       sums over the replicas that answer within `ASK_S`, and what waits here; counters since the router hears them
 owners      KV by adapter, summed as the state is; cells are a replica's own, and its own page shows them
 flush_cache all replicas; the blocks freed are summed
 profile     all replicas at once, or the one that is named; the answer says what each has written
@@ -66,7 +66,7 @@ class Router(Replica):
         self._terms = terms
         self._dispatcher = Dispatcher(directory, policy, terms, random.Random(seed))
         directory.follow(self._dispatcher.members)
-        self._counted = merged.Counted()
+        self._counted = merged.Counted(terms.clock())
         self._draining = self._closed = False
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []
@@ -201,6 +201,7 @@ class Router(Replica):
                 control.GetCacheState(pb.GetCacheStateRequest(), **how),
             )
 
+        asked = self._terms.clock()
         told = await self._each(look)
         view, links = self._dispatcher.books.view, self._dispatcher.links.values()
         members = [merged.member(one, view[one.name]) for one in links]
@@ -208,8 +209,10 @@ class Router(Replica):
         stats = RouterStats(
             moves.moved, self._dispatcher.resumed, self._directory.fetches, moves.solve_s, moves.candidates
         )
-        self._counted.hear(told)
-        return merged.state(list(told.values()), members, self.info.config.cache.policy, stats, self._counted)
+        self._counted.hear(told, asked, self._terms.clock())
+        waiting = [routed.open for routed in self._dispatcher.table.waiting()]
+        policy = self.info.config.cache.policy
+        return merged.state(list(told.values()), members, policy, stats, self._counted, waiting)
 
     def owners(self) -> Future[Owners]:
         return self._run(self._owners())

@@ -87,7 +87,7 @@ class Backend:
         return Room(engine.max_seqs, engine.max_queue).within(self.most)
 
     def left(self, ended: Ended) -> None:
-        """Ends an answer whose client has gone: it has a trace, and its times do not count."""
+        """Ends an answer that has failed, or whose client has gone: it has a trace, and its times do not count."""
         if self.tracing is not None:
             self.tracing.answered(ended, self.loaded)
 

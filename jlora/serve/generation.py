@@ -13,7 +13,6 @@ more than `serve.stall_s` ends: nothing else bounds what waits for it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,8 +30,6 @@ from jlora.serve.stream import Answer, joined
 from jlora.serve.strip import Bar
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
 from jlora.validation import entries_of
-
-log = logging.getLogger(__name__)
 
 BACKLOG = 256  # events that wake the loop also if it is not eager
 SLICE = 512  # token ids and log-probabilities that one turn of the loop reads
@@ -122,7 +119,7 @@ class Generation:
         self._began = time.monotonic()
         self._bar: Bar | None = None  # on the dashboard, once it is submitted
         self._ended: Ended | None = None
-        self._failed = False  # an event said so: no more will come
+        self._failure = ""  # why the answer has failed; no more of it will come
         self._request = request
         self._trace = trace or {}  # the caller's
         self._inbox = Inbox(eager, backend.pauses)
@@ -163,16 +160,18 @@ class Generation:
     async def __aexit__(self, *_: object) -> None:
         self._uncount()
         if self._handle >= 0 and not self._answer.ended:
-            self._replica.abort(self._handle)  # nothing to wait for: the client has gone
-            self._backend.observed.ends["abort"] += self._answer.running
+            self._replica.abort(self._handle)  # nothing to wait for: the client has gone, or the answer has failed
+            self._backend.observed.ends["error" if self._failure else "abort"] += self._answer.running
         if self._bar is None:
             return
-        if self._ended is None and not self._failed:
+        if self._ended is not None:
+            self._backend.strip.leave(self._bar, self._ended)
+        elif self._failure:
+            self._leave(self._bar, self._broken(self._bar.first))
+        else:
             leaving = asyncio.ensure_future(self._abandon(self._bar))
             self._backend.leaving.add(leaving)
             leaving.add_done_callback(self._backend.leaving.discard)
-        else:
-            self._backend.strip.leave(self._bar, self._ended)
 
     async def _abandon(self, bar: Bar) -> None:
         """Nobody waits for the answer; the engine's last events still say where its time went."""
@@ -180,10 +179,13 @@ class Generation:
             while not self._answer.ended:
                 self._answer.push(await self._inbox.get(self._slice))
         except Exception as e:  # of the engine, or of the request itself: its own front has told it
-            log.debug("a request has failed, and leaves no bar: %s", e)
-            self._backend.strip.leave(bar, None)
+            self._failure = _why(e)
+            self._leave(bar, self._broken(bar.first))
             return
-        ended = replace(self._told(), aborted=True)
+        self._leave(bar, replace(self._told(), aborted=True))
+
+    def _leave(self, bar: Bar, ended: Ended) -> None:
+        """Ends an answer that nobody has whole."""
         self._backend.strip.leave(bar, ended)
         self._backend.left(ended)
 
@@ -202,8 +204,8 @@ class Generation:
             events = await self._inbox.get(self._slice)
             try:
                 deltas, stops = self._answer.push(events)
-            except BaseException:
-                self._failed = True
+            except BaseException as e:
+                self._failure = _why(e)
                 raise
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
@@ -239,11 +241,23 @@ class Generation:
 
     def _told(self) -> Ended:
         usage, timing = self._answer.totals()
+        return self._record(usage, timing, self._answer.aborted)
+
+    def _broken(self, first: float) -> Ended:
+        """Of an answer that has failed, whose engine tells no times. `first`: when its first token came; 0 if none."""
+        ended = self._record(Usage(len(self._request.prompt), 0, self._answer.tokens), Timing(), False)
+        ttft = first - ended.began if first else 0.0
+        timing = Timing(prefill=ttft, ttft=ttft) if first else Timing(queue=ended.whole_s)
+        return replace(ended, timing=timing, error=self._failure)
+
+    def _record(self, usage: Usage, timing: Timing, aborted: bool) -> Ended:
         whole_s, answer = time.monotonic() - self._began, self._answer
         began = time.time() - whole_s
-        return Ended(
-            self._request, self._model, usage, timing, answer.longest, began, whole_s, self._trace, answer.aborted
-        )
+        return Ended(self._request, self._model, usage, timing, answer.longest, began, whole_s, self._trace, aborted)
+
+
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @asynccontextmanager

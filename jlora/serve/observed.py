@@ -40,6 +40,7 @@ class Ended:
         longest: output tokens of the longest completion.
         began: `time.time()` of the request's arrival; whole_s: seconds from there to the end.
         aborted: the client, a deadline or `Abort` ended it early.
+        error: why the answer has failed; "" if it has not.
         trace: the caller's `traceparent` and `tracestate`, as far as it sent them.
     """
 
@@ -52,6 +53,7 @@ class Ended:
     whole_s: float
     trace: Mapping[str, str] = field(default_factory=dict)
     aborted: bool = False
+    error: str = ""
 
 
 class Histogram:
@@ -87,7 +89,7 @@ class Observed:
         decode: from the first token to the end; whole: from the request's arrival to the end.
         per_token: the request's mean gap, once for each request.
         adapter_cold, kv_cold: cold starts, those of adapters by how they were met (`Timing.cold_start`).
-        ends: completions by finish reason; those whose client has gone count as "abort".
+        ends: completions by finish reason; those whose client has gone count as "abort", those that failed as "error".
     """
 
     first_token: Histogram = _histogram(FIRST)

@@ -19,6 +19,7 @@ PAGE_BYTES = 3 << 20  # a page ends before the adapter that passes this
 CHUNK = 128  # adapters that the engine describes between two steps
 PER_TURN = 8  # adapters that become messages in one turn of the event loop
 AT_ONCE = 2  # pages that a server makes at a time
+FIRST_S, AGAIN_S = 2.0, 0.05  # that a scrape waits for its look at all adapters: the first one, and later ones
 
 
 async def page(replica: Replica, request: pb.ListAdaptersRequest, caller: Caller) -> pb.ListAdaptersResponse:
@@ -63,16 +64,15 @@ class Seen:
         self._infos: list[AdapterInfo] | None = None
         self._looking: asyncio.Task[list[AdapterInfo]] | None = None
 
-    async def infos(self, replica: Replica, most_s: float) -> list[AdapterInfo]:
-        """Those of a look that takes no longer; else of the last one, while this one goes on. Waits for the first."""
+    async def infos(self, replica: Replica) -> list[AdapterInfo] | None:
+        """Those of a look that is quick; else of the last one, while this one goes on. None while the first goes on."""
         if self._looking is not None and self._looking.done():  # since the last call
             self._infos = self._infos if self._looking.exception() else self._looking.result()
             self._looking = None
         looking = self._looking = self._looking or asyncio.create_task(_all(replica), name="adapters")
-        await asyncio.wait((looking,), timeout=None if self._infos is None else most_s)
+        await asyncio.wait((looking,), timeout=FIRST_S if self._infos is None else AGAIN_S)
         if looking.done():
             self._infos = looking.result()
-        assert self._infos is not None
         return self._infos
 
 

@@ -41,6 +41,11 @@ class Answer:
         return len(self._completions) - len(self._ends)
 
     @property
+    def tokens(self) -> int:
+        """Output tokens of all completions."""
+        return sum(completion.tokens for completion in self._completions)
+
+    @property
     def longest(self) -> int:
         """Output tokens of the longest completion."""
         return max(completion.tokens for completion in self._completions)

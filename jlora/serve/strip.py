@@ -30,6 +30,7 @@ class Bar:
     whole: float = 0.0
     tokens: int = 0
     aborted: bool = False
+    failed: bool = False
 
 
 class Strip:
@@ -46,15 +47,14 @@ class Strip:
         self._live[bar.number] = bar
         return bar
 
-    def leave(self, bar: Bar, ended: Ended | None) -> None:
-        """Marks a request as ended; None if the engine has ended and knows nothing of it."""
+    def leave(self, bar: Bar, ended: Ended) -> None:
+        """Marks a request as ended."""
         self._live.pop(bar.number, None)
-        if ended is None:
-            return
         timing = ended.timing
         bar.queue, bar.prefill, bar.ttft, bar.tpot = timing.queue, timing.prefill, timing.ttft, timing.tpot
         bar.adapter_cold_start, bar.kv_cold_start = timing.adapter_cold_start, timing.kv_cold_start
         bar.whole, bar.tokens, bar.aborted = ended.whole_s, ended.usage.completion_tokens, ended.aborted
+        bar.failed = bool(ended.error)
         self._ended.append(bar)
 
     def bars(self) -> list[Bar]:

@@ -227,17 +227,30 @@ def _adapters(now: Reading, most: int, name_columns: int | None) -> list[Rendera
         return parts
     headings = ("tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks", "KV")
     table = _table("adapter", *headings, widest=name_columns)
-    recent = sorted(adapters, key=lambda a: (a.last_used_s < 0, a.last_used_s, a.name))
-    for a in recent[:most]:
+    routed = bool(now.info.replicas)
+    for a in sorted(adapters, key=_routed_order if routed else _order)[:most]:
         tier = pb.AdapterInfo.Tier.Name(a.tier) + (" pin" if a.pinned else "")
-        used = _age(a.last_used_s) if a.last_used_s >= 0 else "never"
-        counts = (str(n) for n in (a.rank, a.running, a.waiting, a.hits))
+        uses = ("-", "-", "-", "-") if routed else _uses(a)
         below = str(kv.get(a.uid, 0)) if now.cache.kv_whole else f"{kv[a.uid]}+" if a.uid in kv else ""
-        table.add_row(Text(a.name), tier, *counts, used, _seconds(a.load_cost_s), str(a.blocks), below)
+        table.add_row(Text(a.name), tier, str(a.rank), str(a.running), *uses, str(a.blocks), below)
     parts.append(table)
-    if len(recent) > most:
-        parts.append(f"and {len(recent) - most} more")
+    if len(adapters) > most:
+        parts.append(f"and {len(adapters) - most} more")
     return parts
+
+
+def _uses(a: pb.AdapterInfo) -> tuple[str, str, str, str]:
+    """What only the engine of an adapter counts: a router has none of it."""
+    used = _age(a.last_used_s) if a.last_used_s >= 0 else "never"
+    return str(a.waiting), str(a.hits), used, _seconds(a.load_cost_s)
+
+
+def _order(a: pb.AdapterInfo) -> tuple[bool, float, str]:
+    return a.last_used_s < 0, a.last_used_s, a.name
+
+
+def _routed_order(a: pb.AdapterInfo) -> tuple[int, int, int, str]:
+    return -a.running, a.tier, -a.blocks, a.name  # tiers are numbered from the device on
 
 
 def _share(part: int, whole: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, set_span_in_context
+from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jlora import __version__
@@ -107,6 +107,8 @@ class Tracing:
                 part.name, within, attributes=part.attributes, start_time=_nanoseconds(begin)
             )
             span.end(_nanoseconds(begin + part.seconds))
+        if ended.error:
+            root.set_status(StatusCode.ERROR, ended.error)
         root.end(_nanoseconds(ended.began + ended.whole_s))
 
     async def _adapter(self, ended: Ended, replica: Replica) -> AdapterInfo | None:

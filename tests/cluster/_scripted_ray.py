@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from jlora.config import Config
+
 
 class RayError(Exception):
     pass
@@ -34,6 +36,7 @@ class Ray:
         self.done: list[str] = []
         self.bundles: list[dict[str, float]] = []
         self.took: dict[str, Any] = {}  # by actor: its bundle, and what it takes of it
+        self.env: dict[str, Any] = {}  # by actor: what Ray sees of its environment, and what its replica gets
 
     def tell(self, name: str) -> Any:
         words = self.actors[name]
@@ -68,7 +71,12 @@ class Ray:
 
     def options(self, name: str, num_cpus: float, num_gpus: float, resources: dict[str, float], **more: Any) -> Any:
         self.took[name] = [more["scheduling_strategy"], {"CPU": num_cpus, "GPU": num_gpus, **resources}]
-        return SimpleNamespace(remote=lambda *_: self.actor(name))
+
+        def made(config: Config, *_: Any) -> Any:
+            self.env[name] = [more["runtime_env"]["env_vars"], dict(config.cluster.env)]
+            return self.actor(name)
+
+        return SimpleNamespace(remote=made)
 
     def kill(self, actor: Any, no_restart: bool) -> None:
         self.done.append(f"kill {actor.name}")
@@ -122,7 +130,7 @@ def main(script: str, flags: list[str]) -> int:
     from jlora.cluster import ray_fleet  # over this Ray
 
     code = ray_fleet.main(["", "m", *flags])
-    print(json.dumps({"done": ray.done, "bundles": ray.bundles, "took": ray.took}), file=sys.stderr)
+    print(json.dumps({"done": ray.done, "bundles": ray.bundles, "took": ray.took, "env": ray.env}), file=sys.stderr)
     return code
 
 

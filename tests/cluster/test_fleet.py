@@ -145,7 +145,8 @@ def test_flags_carry_a_whole_configuration(tmp_path: Path):
             "cluster": {"fleet": "static", "addresses": ["a:1", "b:2"], "env": {"X": "a=b c"}, "resources": {"GPU": 1}},
         }
     )
-    assert flags.parse(flags_of(given)) == given
+    assert flags.parse(flags_of(given, env=True)) == given
+    assert flags.parse(flags_of(given)) == configuration.replace(given, {"cluster.env": {}})
     assert flags.parse(flags_of(replica_config(given, "r7", "127.0.0.1"))).cluster.replica == "r7"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jlora.cluster import merged
@@ -11,34 +11,81 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import MergeState
 from tests.cluster._links import INFO
 
+Heard = Mapping[str, merged.Told]
 
-def state_of(told: Sequence[merged.Told]) -> ReplicaState:
-    counted = merged.Counted()
-    counted.hear({f"r{i}": one for i, one in enumerate(told)})
-    return merged.state(told, (), "", RouterStats(), counted)
+
+def told(uptime: float, steps: int = 0, hits: int = 0, merge: pb.MergeState | None = None) -> merged.Told:
+    """What a replica says of itself when it is so old."""
+    server = pb.ServerInfo(steps=steps, uptime_s=uptime, running=1, merge=merge)
+    return server, pb.CacheState(kv_hit_tokens=hits, invalid_kv=1)
+
+
+def state_of(told: Sequence[merged.Told], waiting: Sequence[int] = ()) -> ReplicaState:
+    counted = merged.Counted(began=0.0)
+    counted.hear({f"r{i}": one for i, one in enumerate(told)}, 1.0, 1.0)
+    return merged.state(told, (), "", RouterStats(), counted, waiting)
+
+
+def sums(heard: Sequence[tuple[float, Heard]], began: float = 0.0, took: float = 0.1) -> list[tuple[int, int]]:
+    """Steps and hits after each answer, which was asked for at its time, by the clock of a router since `began`."""
+    counted, found = merged.Counted(began), []
+    for asked, answers in heard:
+        counted.hear(answers, asked, asked + took)
+        state = merged.state(list(answers.values()), (), "", RouterStats(), counted)
+        assert (state.stats.running, state.cache.invalid_kv) == (len(answers), len(answers))
+        found.append((state.stats.steps, state.cache.kv_hit_tokens))
+    return found
 
 
 def test_a_replica_that_restarts_or_is_silent_takes_back_nothing_that_was_counted():
     """Prometheus takes a counter that falls for a restart, and would count all of the rest again."""
+    assert sums([
+        (15, {"r0": told(15, 10, 100), "r1": told(15, 20, 200)}),
+        (16, {"r0": told(16, 11, 110)}),  # r1 is silent
+        (17, {"r0": told(17, 12, 120), "r1": told(17, 25, 210)}),
+        (16, {"r0": told(16.9, 11, 110), "r1": told(16.9, 24, 205)}),  # heard late
+        (30, {"r0": told(30, 13, 130), "r1": told(1, 30, 0)}),  # another process, which has made more steps
+        (16, {"r1": told(16.5, 24, 205)}),  # of the one before, and heard late
+        (31, {"r0": told(31, 14, 140), "r1": told(2, 31, 5)}),
+    ], began=-1) == [(30, 300), (31, 310), (37, 330), (37, 330), (68, 340), (68, 340), (70, 355)]  # fmt: skip
 
-    def told(steps: int, uptime: float, hits: int) -> merged.Told:
-        server = pb.ServerInfo(steps=steps, uptime_s=uptime, running=1)
-        return server, pb.CacheState(kv_hit_tokens=hits, invalid_kv=1)
 
-    counted, sums = merged.Counted(), []
-    for heard in (
-        {"r0": told(10, 15, 100), "r1": told(20, 15, 200)},
-        {"r0": told(11, 16, 110)},  # r1 is silent
-        {"r0": told(12, 17, 120), "r1": told(25, 17, 210)},
-        {"r0": told(11, 16.9, 110), "r1": told(24, 16.9, 205)},  # heard late
-        {"r0": told(13, 18, 130), "r1": told(30, 1, 0)},  # another process, which has made more steps
-        {"r0": told(14, 19, 140), "r1": told(31, 2, 5)},
-    ):
-        counted.hear(heard)
-        state = merged.state(list(heard.values()), (), "", RouterStats(), counted)
-        assert (state.stats.running, state.cache.invalid_kv) == (len(heard), len(heard))
-        sums.append((state.stats.steps, state.cache.kv_hit_tokens))
-    assert sums == [(30, 300), (31, 310), (37, 330), (37, 330), (68, 340), (70, 355)]
+def test_a_process_that_is_first_asked_when_it_is_older_than_the_one_before_is_another():
+    life = told(10, 100, 100)
+    assert sums([(10, {"r0": life}), (60, {"r0": told(20, 150, 150)})]) == [(100, 100), (250, 250)]
+    assert sums([(10, {"r0": life}), (60, {"r0": told(60, 150, 150)})]) == [(100, 100), (150, 150)], "the same"
+    late = sums([(10, {"r0": life}), (60, {"r0": told(62, 150, 150)}), (64, {"r0": told(64, 151, 151)})], took=2)
+    assert late == [(100, 100), (150, 150), (151, 151)], "an answer takes its time"
+
+
+def test_what_replicas_have_counted_before_the_router_began_is_not_told_again():
+    """Or each of its restarts, and each replica that comes late, would be a leap of whole lives in every rate."""
+    assert sums([
+        (101, {"r0": told(5000, 900, 90)}),
+        (102, {"r0": told(5001, 910, 95), "late": told(7000, 400, 40)}),
+        (103, {"r0": told(5002, 910, 95), "late": told(7001, 401, 41)}),
+        (104, {"r0": told(1, 3, 1), "young": told(3, 7, 2)}),  # from their own beginning
+    ], began=100) == [(0, 0), (10, 5), (11, 6), (21, 9)]  # fmt: skip
+
+
+def test_the_counters_of_merges_are_sums_that_never_fall():
+    def merges(uptime: float, switches: int, reloads: int = 0, host_bytes: int = 0) -> merged.Told:
+        return told(uptime, merge=pb.MergeState(switches=switches, reloads=reloads, host_bytes=host_bytes))
+
+    counted, found = merged.Counted(0), []
+    one, two = merges(5, 2, 1, 30), merges(5, 4, 0, 40)
+    for at, heard in ((5, [one, two]), (6, [one]), (30, [merges(2, 1), merges(30, 5)])):
+        counted.hear({f"r{i}": answer for i, answer in enumerate(heard)}, at, at)
+        merge = merged.state(heard, (), "", RouterStats(), counted).stats.merge
+        found.append((merge.switches, merge.reloads, merge.host_bytes))
+    assert found == [(6, 1, 70), (6, 1, 30), (8, 1, 0)]
+
+
+def test_requests_that_wait_at_the_router_are_demand_too():
+    alone = state_of([], waiting=[1, 3]).stats
+    assert (alone.running, alone.waiting, alone.live_requests) == (0, 4, 2)
+    busy = state_of([(pb.ServerInfo(running=2, waiting=1, live_requests=3), pb.CacheState())], waiting=[1, 3]).stats
+    assert (busy.running, busy.waiting, busy.live_requests) == (2, 5, 5)
 
 
 def test_replicas_of_another_model_or_type_are_told_apart():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jlora import config as configuration
-from jlora.cluster.child import flags_of
+from jlora.cluster.child import ENV, Child, flags_of
 from jlora.cluster.fleet import replica_config
 from jlora.cluster.ray_process import RayFleet, environment
 from jlora.cluster.scratch import Scratch
@@ -103,8 +103,8 @@ def driver(script: dict[str, Any], **cluster: object) -> Iterator[Any]:
     """A process of the driver over a scripted Ray; killed at the end."""
     flags = flags_of(config(ray_address="10.0.0.1:6379", ray_token_file="t", **cluster))
     command = [sys.executable, "-m", "tests.cluster._scripted_ray", json.dumps({"breaks": None} | script), *flags]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    pipe, env = subprocess.PIPE, {**os.environ, ENV: json.dumps(cluster.get("env", {}))}
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, env=env)
     try:
         yield process
     finally:
@@ -170,8 +170,8 @@ def test_a_replica_whose_actor_does_not_answer_stays_where_it_was_and_one_that_i
 def test_a_replica_that_ran_before_with_other_settings_is_told():
     """It serves on with them: only an end of the service changes that."""
     given = config(name="s", replicas=2, ray_address="10.0.0.1:6379", ray_token_file="t")
-    same, other = (flags_of(replica_config(given, name, "127.0.0.1")) for name in ("r0", "r1"))
-    other = [word.replace("model.path=m", "model.path=n") for word in other]
+    same, other = (flags_of(replica_config(given, name, "127.0.0.1"), env=True) for name in ("r0", "r1"))
+    other = [word.replace("model.path=m", "model.path=n") for word in other] + ["--set", "cluster.env.X=1"]
     script = {"there": ["s-r0", "s-r1"], "state": "CREATED"}
     with driver(
         script | {"actors": {"s-r0": [[*UP, *same]], "s-r1": [[*UP, *other]]}}, name="s", replicas=2
@@ -181,7 +181,38 @@ def test_a_replica_that_ran_before_with_other_settings_is_told():
         process.stdin.flush()
         assert process.wait(60) == 0
         said = [line for line in process.stderr if line.startswith("jlora cluster: ")]
-    assert len(said) == 1 and "replica r1 runs on" in said[0] and "differs in model.path;" in said[0]
+    assert len(said) == 1 and "replica r1 runs on" in said[0] and "differs in cluster.env.X, model.path;" in said[0]
+
+
+def test_no_command_line_has_the_replicas_environment(monkeypatch: pytest.MonkeyPatch):
+    """Every user of the machine may read it; the driver has the values from its own environment."""
+    secret = {"HF_TOKEN": "of these tests", "RAY_x": "1"}
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
+        started.append((command, env))
+        raise OSError("seen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        with pytest.raises(Unavailable, match="seen"):
+            RayFleet(config(ray_address="h:1", ray_token_file="t", env=secret)).start(lambda addresses: None)
+        with pytest.raises(OSError, match="seen"):
+            Child(config(env=secret))
+    (driver_words, driver_env), (words, env) = started
+    assert not any("HF_TOKEN" in word or "of these tests" in word for word in (*driver_words, *words))
+    assert json.loads(driver_env[ENV]) == secret and secret.items() <= env.items()
+
+
+def test_a_replica_gets_its_environment_and_ray_only_what_is_rays():
+    secret = {"HF_TOKEN": "of these tests", "RAY_x": "1", "PYTHONPATH": "/p"}
+    with driver(FRESH, name="s", replicas=2, env=secret) as process:
+        assert json.loads(process.stdout.readline()) == {"addresses": {"r0": "h:1", "r1": "h:1"}}
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+        seen = told(process)["env"]
+    assert seen == {name: [{"RAY_x": "1", "PYTHONPATH": "/p"}, secret] for name in ("s-r0", "s-r1")}
 
 
 def told(process: Any) -> dict[str, Any]:

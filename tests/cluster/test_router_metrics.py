@@ -10,7 +10,7 @@ from jlora.serve.backend import Backend
 from tests.cluster import _port as port
 from tests.cluster._links import FakeReplica, Service, request, service, submit, wait_for
 from tests.serve import _server
-from tests.serve.http.test_metrics import Samples, scrape
+from tests.serve.http.test_metrics import Samples, scrape, value
 
 FAMILIES = ("jlora_replica_", "jlora_router_", "jlora_placement_", "jlora_balance_")
 
@@ -18,10 +18,10 @@ FAMILIES = ("jlora_replica_", "jlora_router_", "jlora_placement_", "jlora_balanc
 def of_router(samples: Samples) -> dict[str, dict[str, float]]:
     """Family -> replica, with its health if that is told, or "" -> value."""
     found: dict[str, dict[str, float]] = {}
-    for (name, labels), value in samples.items():
+    for (name, labels), sample in samples.items():
         if name.startswith(FAMILIES):
             known = dict(labels)
-            found.setdefault(name, {})[" ".join(filter(None, (known.get("replica"), known.get("health"))))] = value
+            found.setdefault(name, {})[" ".join(filter(None, (known.get("replica"), known.get("health"))))] = sample
     return found
 
 
@@ -70,6 +70,24 @@ def test_a_routers_health_counts_the_programs_that_its_replicas_still_compile():
         wait_for(lambda: http.get("/health").json().get("programs_left") == 3)
         made.kill(one)
         wait_for(lambda: http.get("/health").json().get("programs_left") == 2)
+
+
+def test_requests_that_no_replica_takes_are_demand_and_a_pool_that_is_gone_is_not_told():
+    with (
+        service(1) as made,
+        _server.serving(Backend(made.router)) as served,
+        httpx.Client(base_url=served.http) as http,
+    ):
+        only = made.replicas[0]
+        assert of_router(scrape(http))["jlora_replica_free_blocks"] == {only.name: 90}
+        made.kill(only)
+        wait_for(lambda: not made.router.replicas)
+        waiting = [made.router.submit(request(f"r{n}", n=n), lambda _: None) for n in (1, 3)]
+        samples = scrape(http)
+        assert "jlora_replica_free_blocks" not in of_router(samples)
+        demand = {name: value(samples, f"jlora_{name}") for name in ("waiting_sequences", "live_requests")}
+        assert demand == {"waiting_sequences": 4, "live_requests": 2}
+        assert not any(one.done() for one in waiting)
 
 
 def sides(made: Service) -> list[FakeReplica]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -41,8 +42,21 @@ def test_what_a_wheel_does_not_have_is_nobodys_affair(checkout: Path):
     assert release.changed() == "" and int(release.stamp()) > 1e9
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_checkout_at_which_git_does_not_look_is_not_built(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    """As one of another user: what it has changed would go out as the commit."""
+    monkeypatch.setattr(release, "wheel", lambda *_: pytest.fail("it is built"))
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
+    with pytest.raises(SystemExit, match="release: git status: .*dubious ownership"):
+        release.main()
+    monkeypatch.setenv("PATH", str(checkout))
+    with pytest.raises(SystemExit, match="release: git status: No such file"):
+        release.main()
+
+
 def test_without_git_a_source_tree_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(release, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "7")
     assert release.changed() == "" and release.stamp() == "7"

@@ -106,8 +106,9 @@ def test_a_request_that_fails_leaves_nothing_behind(served: Served):
         for call in (front.generate, front.streamed):
             with refused(grpc.StatusCode.UNAVAILABLE, "planted"):
                 call(request("Hello", LONG))
-        wait_until(lambda: not front.backend.strip.bars())
+        wait_until(lambda: [bar.failed and bar.whole > 0 for bar in front.backend.strip.bars()] == [True, True])
         assert not front.backend.leaving
+        assert front.backend.observed.ends == {"error": 2}, "no client has left"
     served.check_idle()
 
 

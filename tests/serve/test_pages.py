@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from typing import cast
 
 import grpc
 import pytest
 
-from jlora.serve import services
+from jlora.replica import Replica, ReplicaState
+from jlora.serve import pages, services
 from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
+from jlora.serve.http.call import Call
+from jlora.serve.http.metrics import metrics
 from jlora.serve.pages import AT_ONCE, CHUNK, MOST, PER_TURN, page, walk
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import Context
@@ -21,6 +25,22 @@ CODE = grpc.StatusCode
 LIMIT = 4 << 20  # a default client's
 SUMMARY, FULL = pb.ListAdaptersRequest.SUMMARY, pb.ListAdaptersRequest.FULL
 MODULES = 126 * 7  # of the largest Llama
+
+
+class Busy:
+    """A replica in a long step: its adapters come when it has ended. It notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.step: Future[list[AdapterInfo]] = Future()
+        self.asked: list[str] = []
+
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        self.asked.append("adapters")
+        return self.step
+
+    def state(self) -> Future[ReplicaState]:
+        self.asked.append("state")
+        raise RuntimeError("seen")
 
 
 class Many:
@@ -81,14 +101,14 @@ def test_bad_pages_are_refused_by_name(served: Served):
 def test_no_page_passes_a_default_clients_limit(view: pb.ListAdaptersRequest.View):
     many = Many(MOST + 200)
     with serving(Backend(many)) as server:  # type: ignore[arg-type]
-        found, token, pages = [], "", 0
-        while token or not pages:
+        found, token, count = [], "", 0
+        while token or not count:
             answer = listed(server, page_token=token, view=view)
             assert answer.ByteSize() <= LIMIT and 0 < len(answer.adapters) <= MOST
             found += [a.name for a in answer.adapters]
-            token, pages = answer.next_page_token, pages + 1
+            token, count = answer.next_page_token, count + 1
     assert found == [info.name for info in many.infos]
-    assert pages >= 2 and set(many.asked) == {CHUNK}, "the engine describes a few at a time"
+    assert count >= 2 and set(many.asked) == {CHUNK}, "the engine describes a few at a time"
 
 
 def test_one_adapter_larger_than_a_page_still_comes(monkeypatch: pytest.MonkeyPatch):
@@ -135,3 +155,31 @@ def test_a_page_leaves_the_loop_a_turn_after_a_few_adapters():
         return turns
 
     assert asyncio.run(count()) >= CHUNK // PER_TURN - 1
+
+
+def test_a_scrape_waits_for_no_step_once_it_has_seen_the_adapters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pages, "FIRST_S", 0.01)
+    monkeypatch.setattr(pages, "AGAIN_S", 0.0)
+    busy, infos = Busy(), Many(3).infos
+
+    async def looks() -> None:
+        seen, replica = pages.Seen(), cast(Replica, busy)
+        assert await seen.infos(replica) is None and await seen.infos(replica) is None, "the first look is bounded"
+        busy.step.set_result(infos)
+        await asyncio.sleep(0.01)
+        busy.step = Future()  # the next step
+        assert await seen.infos(replica) == infos and await seen.infos(replica) == infos
+        assert busy.asked == ["adapters"] * 2, "one look goes on beside them"
+        busy.step.set_result(infos[:1])
+        await asyncio.sleep(0.01)
+        assert await seen.infos(replica) == infos[:1]
+
+    asyncio.run(looks())
+
+
+def test_the_load_that_a_scrape_tells_is_younger_than_its_look(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pages, "FIRST_S", 0.01)
+    busy = Busy()
+    with pytest.raises(RuntimeError, match="seen"):
+        asyncio.run(metrics(Backend(cast(Replica, busy)), pages.Seen(), cast(Call, None)))
+    assert busy.asked == ["adapters", "state"]

@@ -285,3 +285,18 @@ def test_a_router_shows_its_replicas():
     lines = render(now, None)
     assert line(lines, "r0").split()[:5] == ["r0", "10.0.0.1:1", "up", "0", "3"]
     assert "suspect" in line(lines, "r1") and "20.0 ms" in line(lines, "r1")
+
+
+def test_a_router_shows_no_uses_that_it_does_not_know_and_the_busiest_adapters_first():
+    made = {"a": ("DISK", 0, 9), "b": ("HBM", 0, 1), "c": ("HBM", 0, 4), "d": ("HOST", 2, 1), "e": ("HBM", 7, 1)}
+    now = reading(adapters=tuple(
+        pb.AdapterInfo(name=name, tier=tier, rank=8, running=running, blocks=blocks, last_used_s=-1.0)
+        for name, (tier, running, blocks) in made.items()
+    ))  # fmt: skip
+    now.info.replicas.add(name="r0", address="10.0.0.1:1", health="up")
+    now.cache.kv_whole = True
+    lines = render(now, None)
+    rows = [text.split() for text in lines if text.split() and text.split()[0] in made]
+    assert [row[0] for row in rows] == ["e", "d", "c", "b", "a"]
+    assert rows[0] == ["e", "HBM", "8", "7", "-", "-", "-", "-", "1", "0"]
+    assert "never" not in "\n".join(lines)

@@ -19,12 +19,15 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
+from jlora.errors import DataLoss
+from jlora.replica import Sink
 from jlora.serve import tracing
 from jlora.serve.observed import Ended
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tracing import Tracing, parts
-from jlora.types import AdapterInfo, ColdStart, Request, SamplingParams, Timing, Usage
+from jlora.types import AdapterInfo, ColdStart, Request, SamplingParams, Timing, TokenEvent, Usage
 from tests import port
 from tests.serve._server import Served, request, wait_until
 
@@ -108,6 +111,30 @@ def test_an_aborted_request_has_its_spans(served: Served, spans: InMemorySpanExp
     assert attributes["jlora.aborted"] and int(str(attributes["gen_ai.usage.output_tokens"])) >= 1
     check_chain(found, ["queue", "prefill", "decode"])
     assert served.backend.observed.whole.buckets()[-1][1] == before + (end == "abort")
+    served.check_idle()
+
+
+def test_a_request_that_fails_has_a_span_that_says_why(
+    served: Served, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+):
+    """After its first tokens; the engine tells no times of it."""
+    submit = served.replica.submit
+
+    def failing(asked: Request, sink: Sink) -> futures.Future[int]:
+        def events(came: list[TokenEvent]) -> None:
+            sink(came[:1])
+            sink([TokenEvent(asked.id, 0, None, finish_reason="abort", error=DataLoss("planted"))])
+
+        return submit(asked, events)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.replica, "submit", failing)
+        stream = served.inference.GenerateStream(request((5, 6, 7), 3000, request_id="broken"), timeout=60)
+        with pytest.raises(grpc.RpcError, match="planted"):
+            list(stream)
+    root = of(spans, "broken")["generate"]
+    assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "DataLoss: planted")
+    assert not (root.attributes or {})["jlora.aborted"]
     served.check_idle()
 
 

@@ -23,19 +23,22 @@ from jlora.types import AdapterInfo
 
 CLASSES = ("free", "adapters", "history_kv", "running_kv")
 TIERS = ("HBM", "HOST", "DISK", "LOADING")
-REASONS = ("stop", "length", "abort")
+REASONS = ("stop", "length", "abort", "error")
+THERE = ("up", "draining")  # health of a replica that says what it has
 OPEN = "application/openmetrics-text"
-LOOK_S = 2.0  # for a look at the adapters: an engine that hangs is when its metrics count
 NAMED = 64  # adapters in a label: as many as run and wait at once, within reason
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The content of one scrape, in place of prometheus_client's registry, of which only `collect` is called."""
+    """The content of one scrape, in place of prometheus_client's registry, of which only `collect` is called.
+
+    `adapters`: None if they are not known yet.
+    """
 
     info: ReplicaInfo
     state: ReplicaState
-    adapters: Sequence[AdapterInfo]
+    adapters: Sequence[AdapterInfo] | None
     observed: Observed
     loop_gap_s: float
 
@@ -55,9 +58,9 @@ class Snapshot:
             for kind in CLASSES:
                 blocks.add_metric((tier, kind), getattr(blocks_of, kind))
         yield blocks
-        where = Counter(info.tier for info in self.adapters)
+        where = Counter(info.tier for info in self.adapters or ())
         adapters = GaugeMetricFamily("jlora_adapters", "Adapters by where their weights are.", labels=("tier",))
-        for name in TIERS:
+        for name in TIERS if self.adapters is not None else ():
             adapters.add_metric((name.lower(),), where[name])
         yield adapters
         moved = CounterMetricFamily("jlora_moved_bytes", "Bytes copied between the tiers.", labels=("direction",))
@@ -142,11 +145,12 @@ class Snapshot:
             ("sent", "This router's live requests there."),
             ("running", "Sequences in the batch of a replica."),
             ("waiting", "Sequences that wait at a replica."),
-            ("free_blocks", "Blocks of a replica's pool that hold nothing."),
+            ("free_blocks", "Blocks of a replica's pool that hold nothing, while it is there."),
         ):
             family = GaugeMetricFamily(f"jlora_replica_{name}", said, labels=("replica",))
             for one in self.state.members:
-                family.add_metric((one.name,), getattr(one, name))
+                if name != "free_blocks" or one.health in THERE:  # a pool that is gone is neither full nor free
+                    family.add_metric((one.name,), getattr(one, name))
             yield family
         yield _counter("jlora_router_moves", "Requests that the balance has moved.", done.moves)
         yield _gauge("jlora_balance_longest_solve_seconds", "The longest time of a plan of moves.", done.solve_s)
@@ -173,8 +177,8 @@ class Snapshot:
         yield ends
         busy = {
             "max_lora": str(self.info.config.engine.max_seqs),  # one for each sequence of a step
-            "running_lora_adapters": _names(info.name for info in self.adapters if info.running),
-            "waiting_lora_adapters": _names(info.name for info in self.adapters if info.waiting),
+            "running_lora_adapters": _names(info.name for info in self.adapters or () if info.running),
+            "waiting_lora_adapters": _names(info.name for info in self.adapters or () if info.waiting),
         }
         yield _gauge("vllm:lora_requests_info", "Adapters of running and waiting requests.", time.time(), busy)
 
@@ -230,8 +234,8 @@ def _names(names: Iterable[str]) -> str:
 async def metrics(backend: Backend, seen: pages.Seen, call: Call) -> None:
     """`GET /metrics`, in the format that the scraper accepts."""
     replica = backend.loaded
-    state = await asyncio.wrap_future(replica.state())
-    adapters = await seen.infos(replica, LOOK_S)
+    adapters = await seen.infos(replica)
+    state = await asyncio.wrap_future(replica.state())  # afterwards: the load is that of now
     shown = Snapshot(replica.info, state, adapters, backend.observed, backend.gaps.longest())
     # A colon is no character to escape, but prometheus_client's default for OpenMetrics would replace it.
     wanted = f"{OPEN}; version=1.0.0;escaping=allow-utf-8" if OPEN in call.headers.get("accept", "") else ""

@@ -24,8 +24,8 @@ from tests.serve._server import SMALL, Served, request, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM = (Path(__file__).parent / "vllm_board.txt").read_text(encoding="utf-8").splitlines()
-PANELS = json.loads((ROOT / "configs/grafana/jlora.json").read_text(encoding="utf-8"))["panels"]
-OURS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+BOARD = json.loads((ROOT / "configs/grafana/jlora.json").read_text(encoding="utf-8"))
+OURS = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 ADDED = {"instance", "job"}  # labels that Prometheus itself adds
 WORDS = {"histogram_quantile", "sum", "max", "rate", "increase", "topk", "by", "le"}
 
@@ -102,6 +102,21 @@ def test_a_boards_query_finds_its_series(served: Served, http: httpx.Client, que
             assert family.type in ("counter", "histogram"), f"{name} is a {family.type}"
         if "histogram_quantile" in query:
             assert name.endswith("_bucket") and "le" in groups
+
+
+def test_the_board_adds_up_no_two_routers_of_a_service_unless_it_is_told_to():
+    """Each router tells all replicas: Grafana takes the first instance where none is chosen and there is no "All"."""
+    (instance,) = BOARD["templating"]["list"]
+    assert (instance["name"], instance["includeAll"], instance["current"]) == ("instance", False, {})
+    for query in OURS:
+        assert query.count("{") == query.count('{instance=~"$instance"'), query
+
+
+def test_the_alert_of_the_guide_counts_replicas_router_by_router():
+    guide = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    (alert,) = re.findall(r"`([^`]*jlora_replica_up\)[^`]*)`", guide)
+    assert alert == "sum by (instance) (jlora_replica_up) < N or absent(jlora_replica_up)"
+    assert "sum(jlora_" not in guide
 
 
 @pytest.mark.slow

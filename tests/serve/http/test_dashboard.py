@@ -20,7 +20,9 @@ from jlora.cache.owners import owners
 from jlora.serve.backend import Backend
 from jlora.serve.gate import MOST_CALLS
 from jlora.serve.http import dashboard
+from jlora.serve.observed import Ended
 from jlora.serve.strip import KEPT, Strip
+from jlora.types import Request, Timing, Usage
 from tests.cache._cache import Cache
 from tests.serve._server import Served, request, serving, wait_until
 
@@ -167,7 +169,10 @@ def test_a_large_tree_is_looked_at_in_part(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_strip_keeps_the_last_bars():
-    strip = Strip()
-    for _ in range(KEPT + 10):
-        strip.leave(strip.begin("base"), None)
-    assert strip.bars() == []
+    strip, asked = Strip(), Request("r", (1,))
+    for number in range(KEPT + 10):
+        ended = Ended(asked, "base", Usage(1, 0, 1), Timing(), 1, 100.0, 2.0, error="broken" if number % 2 else "")
+        strip.leave(strip.begin("base"), ended)
+    bars = strip.bars()
+    assert [bar.number for bar in bars] == list(range(11, KEPT + 11)) and all(bar.whole == 2.0 for bar in bars)
+    assert [bar.failed for bar in bars[:2]] == [False, True]

@@ -180,18 +180,19 @@ function gantt(now, most) {
   shown.forEach((bar, i) => {
     const cold = Math.max(bar.adapter_cold_start, bar.kv_cold_start), end = bar.whole ? bar.began + bar.whole : now.at;
     const phases = bar.whole
-      ? [["queue", bar.queue], ["cold", cold], ["prefill", bar.prefill], ["decode", Math.max(0, bar.whole - bar.ttft)]]
+      ? [["queue", bar.queue], ["cold", cold], ["prefill", bar.prefill], ["decode", bar.ttft ? Math.max(0, bar.whole - bar.ttft) : 0]]
       : bar.first ? [["prefill", bar.first - bar.began], ["decode", end - bar.first]] : [["queue", end - bar.began]];
     const text = shape("text", { x: label - 6, y: i * tall + 10, "text-anchor": "end" });
     text.textContent = bar.model.length > label / 7 ? bar.model.slice(0, label / 7 - 1) + "…" : bar.model;
     parts.push(text);
+    const broken = bar.failed ? ", failed" : bar.aborted ? ", aborted" : "";
     let at = bar.began;
     for (const [name, lasts] of phases) {
       const [left, right] = [x(at), x(at + lasts)];
       if (lasts > 0) {
-        const box = shape("rect", { class: bar.aborted ? `${name} aborted` : name, x: left, y: i * tall + 2, width: Math.max(1, right - left), height: tall - 4, rx: 2 });
+        const box = shape("rect", { class: broken ? `${name} aborted` : name, x: left, y: i * tall + 2, width: Math.max(1, right - left), height: tall - 4, rx: 2 });
         const title = shape("title", {});
-        title.textContent = `${bar.model}: ${name} ${seconds(lasts)}${bar.aborted ? ", aborted" : ""}`;
+        title.textContent = `${bar.model}: ${name} ${seconds(lasts)}${broken}`;
         box.append(title);
         parts.push(box);
       }
