@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jlora import __version__
-from jlora.config import nearest
+from jlora.config import unknown
 from jlora.errors import FailedPrecondition, JloraError
 from jlora.serve.flags import Parser
 
@@ -65,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
-        print(f"jlora: unknown command {name!r}: the nearest valid one is {near!r} (see jlora --help)", file=sys.stderr)
+        print(f"jlora: {unknown('command', name, [*COMMANDS, '--version'])} (see jlora --help)", file=sys.stderr)
         return 2
     try:
         code = _run(COMMANDS[name][1], rest)

@@ -14,7 +14,7 @@ import os
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -268,6 +268,7 @@ class Config:
 
 _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 _TABLES = ("adapters.paths", "cluster.resources", "cluster.env")
+LISTED = 8  # names in a message
 # Other names of keys.
 _ALSO = {
     "serve.max_message_mib": "serve.max_request_mib",
@@ -311,8 +312,22 @@ def keys() -> list[str]:
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
-    """The option most like `word`, for messages about unknown names."""
-    return difflib.get_close_matches(word, list(options), n=1, cutoff=0.0)[0]
+    """The shortest option that `word` begins, or the one most like it, for messages about unknown names; "" if none."""
+    known = list(options)
+    begun = min((option for option in known if word and option.startswith(word)), key=len, default="")
+    return begun or next(iter(difflib.get_close_matches(word, known, n=1)), "")
+
+
+def unknown(what: str, word: str, options: Iterable[str]) -> str:
+    """A message about an unknown name, with the valid one that it may mean."""
+    near = nearest(word, options)
+    return f"unknown {what} {word!r}" + (f": the nearest valid one is {near!r}" if near else "")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "") if names else "none"
 
 
 def one_of(word: str, options: Iterable[str]) -> str:
@@ -342,8 +357,8 @@ def _split(dotted: str) -> tuple[str, str, str]:
         near = nearest(dotted, valid)
     else:  # the section is missing: compare with the keys alone
         by_name = {k.partition(".")[2]: k for k in reversed(valid)}
-        near = by_name[nearest(dotted, by_name)]
-    raise ConfigError(f"unknown key {dotted!r}: the nearest valid key is {near!r}")
+        near = by_name.get(nearest(dotted, by_name), "")
+    raise ConfigError(f"unknown key {dotted!r}" + (f": the nearest valid key is {near!r}" if near else ""))
 
 
 # What msgspec's messages call a type, for users.
@@ -401,7 +416,7 @@ def _checked(config: Config) -> Config:
             not f.addresses or f.fleet == "static",
             "empty unless fleet is static",
         ),
-        *(("cluster.addresses", a, _is_address(a), "HOST:PORT") for a in f.addresses),
+        *(("cluster.addresses", a, is_address(a), "HOST:PORT") for a in f.addresses),
         ("cluster.ray_address", f.ray_address, not f.ray_address or f.fleet == "ray", "empty unless fleet is ray"),
         (
             "cluster.placement",
@@ -423,7 +438,8 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
@@ -432,4 +448,4 @@ def _is_endpoint(text: str) -> bool:
     scheme, _, address = text.partition("://")
     host = address.rpartition(":")[0]
     named = re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+", host)
-    return scheme in ("http", "https") and named is not None and _is_address(address.removesuffix("/"))
+    return scheme in ("http", "https") and named is not None and is_address(address.removesuffix("/"))

@@ -378,6 +378,8 @@ def _settings(
     changes: dict[str, Any] = {}
     if model is not None:
         changes["model.path"] = str(model)
+    if adapters and not isinstance(adapters, Mapping):
+        raise InvalidArgument(f"adapters: must be a dict, name -> directory, got {type(adapters).__name__}")
     if adapters:
         changes["adapters.paths"] = {**config.adapters.paths, **{name: str(p) for name, p in adapters.items()}}
     return configs.replace(config, changes)

@@ -68,6 +68,15 @@ if [ -f "$stamp" ] && recipe | cmp -s - "$stamp" && "$venv/bin/python" -c "" 2>/
     exit 0
 fi
 
+# Two at once would take the environment from under each other. The lock goes with the process, however that ends.
+if [ -z "${JLORA_SETUP_LOCKED:-}" ] && command -v flock >/dev/null; then
+    mkdir -p "$(dirname "$venv")"
+    flock --nonblock "$venv.lock" true || echo "setup: waits for another setup of $venv"
+    export JLORA_SETUP_LOCKED=1
+    exec flock "$venv.lock" sh scripts/setup.sh --venv "$venv" --extras "$extras" --python "$only" \
+        --first "$first" --with "$with" --locked "$locked"
+fi
+
 if ! { [ -f "$stamp" ] && "$venv/bin/python" -c "$probe" "$only" >/dev/null 2>&1; }; then
     python=$(choose)
     if [ -z "$python" ]; then
@@ -91,8 +100,10 @@ if [ -n "$locked" ]; then
 fi
 # shellcheck disable=SC2086  # the lists are split on purpose
 if [ -n "$first" ]; then pip $first; fi
+# "compat" puts the checkout on the path. Otherwise a directory that holds a folder named jlora, as the parent of a clone
+# does, would hide the package from a Python that runs there.
 # shellcheck disable=SC2086
-pip --editable ".[$extras]" $with
+pip --config-settings editable_mode=compat --editable ".[$extras]" $with
 # Where bytecode cannot be written later, by an image's user or with PYTHONDONTWRITEBYTECODE, each start of a process
 # would compile all that it imports, for seconds. Some packages have templates that are no Python: their errors are not
 # ours.

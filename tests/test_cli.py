@@ -52,10 +52,36 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
     assert run(["--version"], capsys)[1] == f"jlora {__version__}\n"
 
 
-def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
-    assert run(["generat"], capsys) == (
-        2, "", "jlora: unknown command 'generat': the nearest valid one is 'generate' (see jlora --help)\n",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generat"], "jlora: unknown command 'generat': the nearest valid one is 'generate' (see jlora --help)"),
+        (["version"], "jlora: unknown command 'version': the nearest valid one is '--version' (see jlora --help)"),
+        (["zzz"], "jlora: unknown command 'zzz' (see jlora --help)"),
+        (
+            ["cluster", "statu"],
+            "jlora cluster: unknown command 'statu': the nearest valid one is 'status' (see jlora cluster --help)",
+        ),
+    ],
+)
+def test_an_unknown_command_names_the_nearest_if_one_is_near(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(argv, capsys) == (2, "", said + "\n")
+
+
+def test_ctrl_c_while_it_imports_is_no_traceback():
+    code = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jlora.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("jlora", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "\n")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert", "top"])
@@ -164,6 +190,11 @@ def test_generate_complains_in_one_line(served: Served, capsys: pytest.CaptureFi
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
     code, _, err = run(["generate", "--server", nobody, "Hello"], capsys)
     assert code == 1 and f"no server answers at {nobody}" in err and "jlora serve" in err
+    assert "of its gRPC port (50051 by default)" in err
+    for address in ("localhost", "localhost:"):
+        code, _, err = run(["generate", "--server", address, "Hello"], capsys)
+        assert code == 1 and err.count("\n") == 1
+        assert err.startswith(f"jlora generate: {address}: must be HOST:PORT of the server's gRPC port")
 
 
 @pytest.mark.parametrize("flags", [["a\udcff"], ["--stop", "\udcff", "a"], ["-"], []])
@@ -220,6 +251,15 @@ def test_chat_keeps_the_history_and_switches_models(
     said = [first, answer("upper", "Hello", first, "again"), answer("upper", "Hello")]
     greeting, unknown = f"base on {served.address}; /help lists the commands", "no model 'uper'; there is upper"
     assert out == "\n".join([greeting, "base", "upper", said[0], unknown, said[1], console.HELP, said[2], ""])
+
+
+def test_chat_says_how_many_models_it_does_not_list(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(console.Conversation, "models", lambda _: [f"m{i}" for i in range(9)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/model nope\n"))
+    _, out, _ = run(["chat", "--server", served.address], capsys)
+    assert "no model 'nope'; there is m0, m1, m2, m3, m4, m5, m6, m7 and 1 more\n" in out
 
 
 def test_chat_survives_a_refused_turn(

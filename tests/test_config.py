@@ -139,8 +139,12 @@ def test_flags_are_names_of_keys(tmp_path: Path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--modle", "x"], "unknown flag --modle: the nearest valid one is --model"),
-        (["--model", "x", "--adaptor=a=b"], "the nearest valid one is --adapter"),
+        (["--modle", "x"], "unknown flag '--modle': the nearest valid one is '--model'"),
+        (["--model", "x", "--adaptor=a=b"], "the nearest valid one is '--adapter'"),
+        (["--tens", "2"], "the nearest valid one is '--tensor-parallel-size'"),  # which it begins
+        (["--model", "x", "--qqqqq"], "unknown flag '--qqqqq' (see jlora serve --help)"),
+        (["--model", "x", "--set", "q.q=4"], "unknown key 'q.q' (see"),
+        (["--model", "x", "--set", "qqqqq=4"], "unknown key 'qqqqq' (see"),
         (["--mod", "x"], "--model"),  # abbreviations are not guessed
         (["--model", "x", "stray"], "unexpected argument 'stray'"),
         (["--model", "x", "--set", "engine.max_sqs=4"], "the nearest valid key is 'engine.max_seqs'"),

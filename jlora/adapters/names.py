@@ -66,7 +66,13 @@ def _discover(directory: str, files: Files) -> dict[str, str]:
     except (OSError, ValueError) as e:
         raise ConfigError(f"adapters.dir = {directory!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
     # Not `Path.is_file`, which raises for a directory that this user may not enter, as a disk's `lost+found`.
-    return {d.name: str(d) for d in entries if os.path.isfile(d / "adapter_config.json")}
+    found = {d.name: str(d) for d in entries if os.path.isfile(d / "adapter_config.json")}
+    if not found and os.path.isfile(os.path.join(directory, "adapter_config.json")):
+        raise ConfigError(
+            f"adapters.dir = {directory!r}: is an adapter itself; name the directory that holds it, or give it a name: "
+            "--adapter NAME=PATH"
+        )
+    return found
 
 
 def at_start(paths: Mapping[str, str], directory: str, files: Files, tolerant: bool = False) -> dict[str, str]:

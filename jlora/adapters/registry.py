@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jlora.adapters.invocation import last_occurrence
+from jlora.adapters.invocation import NotInvoked, last_occurrence
 from jlora.adapters.names import check_length
 from jlora.adapters.near import NearNames
 from jlora.cache.tree import AdapterNode
-from jlora.errors import AlreadyExists, InvalidArgument, NotFound
+from jlora.errors import AlreadyExists, NotFound
 from jlora.types import AdapterInfo, Invocation
 
 MOST_SHARED = 3000  # parts of records
@@ -111,7 +111,7 @@ class AdapterRegistry:
 
     def check_free(self, name: str) -> None:
         if name in self._by_name:
-            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it first, or ask to replace it")
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it, or set replace (HTTP: load_inplace)")
 
     def share(self, record: Record) -> None:
         """Keeps what equal records have in common once."""
@@ -203,10 +203,7 @@ class AdapterRegistry:
             return record, at
         if self._alora_missing == "base":
             return None, None
-        raise InvalidArgument(
-            f"prompt: does not invoke adapter {name!r}, an activated LoRA: it must hold alora_invocation_tokens = "
-            f'{_shown(tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
-        )
+        raise NotInvoked(name, tokens)
 
     def records(self) -> list[Record]:
         """All of them, in any order. Any thread may ask."""
@@ -220,7 +217,3 @@ class AdapterRegistry:
         first = bisect.bisect_right(self._names, after)
         last = None if most is None else first + most
         return [self._by_name[name] for name in self._names[first:last]]
-
-
-def _shown(tokens: Sequence[int]) -> str:
-    return str(list(tokens)) if len(tokens) <= 16 else f"[{', '.join(map(str, tokens[:16]))}, … {len(tokens)} tokens]"

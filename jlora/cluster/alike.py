@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from jlora.cluster import merged
@@ -25,7 +26,7 @@ class Alike:
     def __init__(self, clock: Clock):
         self._clock = clock
         self._served: ReplicaInfo | None = None  # what those in use served at the last check
-        self._alone: float | None = None  # since when replicas of other models have asked while none was in use
+        self._lost_at = -math.inf  # when the last one was lost without a drain
         self._refused: dict[str, tuple[float, ReplicaInfo]] = {}  # by name: when, and what it serves
 
     def check(self, one: Attached, used: Sequence[Attached], idle: bool) -> dict[str, str]:
@@ -58,19 +59,21 @@ class Alike:
         why = next(merged.difference(other.info, one.info) for other in used if other.info and other.name in unlike)
         raise Broken(f"it does not serve what the others do: {why}")
 
+    def lost(self, one: Attached) -> None:
+        """A replica in use is lost. One that has drained will not come back as it was."""
+        self._lost_at = -math.inf if one.draining else self._clock()
+
     def _use(self, info: ReplicaInfo) -> None:
         if self._served is not None and (why := merged.difference(self._served, info)):
-            log.warning("the service changes its model: %s. The router keeps the tokenizer that it has read:"
-                        " restart it unless both models have the same", why)  # fmt: skip
-        self._served, self._alone = info, None
+            log.warning("the service changes its model: %s. If the router has read its tokenizer already, it"
+                        " keeps that: restart it unless both models have the same", why)  # fmt: skip
+        self._served = info
 
     def _wait(self, info: ReplicaInfo) -> None:
         """Raises Broken while those in use before, which served another model, may come back."""
         if self._served is None or not (why := merged.difference(self._served, info)):
             return
-        now = self._clock()
-        self._alone = now if self._alone is None else self._alone
-        if now - self._alone < RECENT_S:
+        if self._clock() - self._lost_at < RECENT_S:
             raise Broken(f"the replicas in use are lost, and it does not serve what they did: {why}")
 
     def _waiting(self, info: ReplicaInfo) -> int:

@@ -160,11 +160,17 @@ class Attached:
         """Attaches as soon as the replica answers, and whenever it does again."""
         self._task = asyncio.create_task(self._run(), name=f"link {self.name}")
 
-    def stop(self) -> asyncio.Task[None]:
-        """Ends the stream; the receiver hears at once that it is lost. What is left of it ends soon: await that."""
+    def stop(self, closing: bool = False) -> asyncio.Task[None]:
+        """Ends the stream; the receiver hears at once that it is lost. What is left of it ends soon: await that.
+
+        `closing`: because the router stops, and not because the replica is no longer of the service.
+        """
         assert self._task is not None
         self._task.cancel()
-        self._end("it has left the service", "down")
+        if closing:
+            self._end("the router stops", "down", logging.INFO)
+        else:
+            self._end("it has left the service", "down")
         return self._task
 
     def send(self, message: link.ToReplica) -> None:
@@ -309,18 +315,23 @@ class Attached:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns why
 
+    @property
+    def draining(self) -> bool:
+        """Whether its last message said so."""
+        return self._heard.state.draining
+
     def give_up(self, why: str) -> None:
         """Ends the stream now: its requests go on elsewhere before it has been closed."""
         self._end(why, "suspect")
         if self._stream is not None:
             self._stream.cancel()
 
-    def _end(self, why: str, health: Health) -> None:
+    def _end(self, why: str, health: Health, level: int = logging.WARNING) -> None:
         self._heard.health, self.channel = health, None
         if self._up:
             self._up = False
             self._said = why
-            log.warning("replica %s at %s is lost: %s", self.name, self.address, why)
+            log.log(level, "replica %s at %s is lost: %s", self.name, self.address, why)
             self._receiver.lost(self, why)
 
 

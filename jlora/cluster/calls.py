@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from jlora.cluster.directory import Version
+from jlora.cluster.peer import ALIVE
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as links
 from jlora.errors import JloraError, Unavailable
@@ -22,6 +23,9 @@ from jlora.types import AdapterInfo
 LOOK_S = 0.1  # between two looks at whether an answer is still worth waiting for
 LOAD_S = 600.0
 CALL_S = 60.0
+# The connection of a call may be gone without a word while the replica's link lives. Pings end the call in five
+# seconds, or in a minute if it has been quiet: then gRPC sends fewer.
+OPTIONS = (*ALIVE, ("grpc.use_local_subchannel_pool", 1))
 ERRORS: dict[grpc.StatusCode, type[Exception]] = {code: error for error, code in CODES.items()}
 TIERS = {number: name for name, number in pb.AdapterInfo.Tier.items()}  # a later one may have more
 # What the adapter's message has and its record has not, or the other way round, is left out.
@@ -129,5 +133,5 @@ class Calls:
     def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = self._login.channel(address)
+                self._channels[address] = self._login.channel(address, OPTIONS)
             return self._channels[address]

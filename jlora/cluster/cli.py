@@ -51,6 +51,7 @@ FLAGS = (
     ("cluster.ray_address", "--ray-address", "HOST:PORT", "Ray's head (default: a Ray of this machine alone)"),
     ("cluster.token_file", "--token-file", "FILE", "the secret that routers and replicas share"),
 )
+COMMANDS = ("replica", "status", "plan")
 TIMEOUT_S = 5.0
 
 
@@ -65,6 +66,10 @@ def main(argv: Sequence[str]) -> int:
         return importlib.import_module("jlora.sim.plan").main(argv[1:])
     if argv[:1] == ["status"]:
         return status(argv[1:])
+    if argv and not argv[0].startswith("-"):
+        told = configuration.unknown("command", argv[0], COMMANDS)
+        print(f"jlora cluster: {told} (see jlora cluster --help)", file=sys.stderr)
+        return 2
     config = parse(argv)
     from jlora.cluster import service
 

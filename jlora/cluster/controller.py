@@ -423,7 +423,7 @@ class Controller(Directory):
 
     def _check_free(self, name: str) -> None:
         if self.registry.find(name) is not None:
-            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it first, or ask to replace it")
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it, or set replace (HTTP: load_inplace)")
 
     @contextmanager
     def _kept(self, key: str) -> Iterator[None]:

@@ -237,6 +237,7 @@ class Dispatcher:
     def lost(self, attached: Attached, why: str) -> None:
         """Its requests go on elsewhere: each where there is least to do by then, and not all at once (`_pump`)."""
         self.books.heard(attached.view())
+        self._alike.lost(attached)
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
         self.prompts.left(attached.name)

@@ -64,6 +64,7 @@ class RemoteDirectory(Directory):
         self.placed: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda parts: None
         self.known: Future[None] = running()  # ends with the first table
         self._epoch = 0  # 0: no table has come yet
+        self._stream_epoch = 0  # the same of the present stream: another controller counts from the beginning
         self._versions: dict[str, Version] = {}
         self._infos: dict[str, AdapterInfo] = {}
         self._names: list[str] = []  # in order
@@ -216,8 +217,10 @@ class RemoteDirectory(Directory):
 
     def _watch(self) -> None:
         """One stream of the controller, until it ends."""
-        using = self._using = queue.SimpleQueue()
+        using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
         using.put(proto.Using(router=self._router))
+        with self._lock:
+            self._using, self._stream_epoch = using, 0
 
         def send() -> Iterator[proto.Using]:
             while (message := using.get()) is not None:
@@ -231,7 +234,8 @@ class RemoteDirectory(Directory):
                 parts.append(table)
                 if not table.more:  # the whole of an epoch at once: no name is unknown meanwhile
                     self._apply(parts)
-                    self._epoch, parts = table.epoch, []
+                    self._epoch = self._stream_epoch = table.epoch
+                    parts = []
                     self._report()
                     if not self.known.done():
                         self.known.set_result(None)
@@ -283,4 +287,4 @@ class RemoteDirectory(Directory):
         with self._lock:
             current = {version.key for version in self._versions.values()}
             keys = [key for key in self._requests if key not in current]
-            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served))
+            self._using.put(proto.Using(router=self._router, epoch=self._stream_epoch, keys=keys, served=served))

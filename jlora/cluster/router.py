@@ -318,7 +318,7 @@ class Router(Replica):
         if not first:
             return
         self._dispatcher.end_all(Unavailable("the server has stopped"))
-        ending = [one.stop() for one in self._dispatcher.links.values()]
+        ending = [one.stop(closing=True) for one in self._dispatcher.links.values()]
         self._dispatcher.links.clear()
         for task in self._tasks:
             task.cancel()

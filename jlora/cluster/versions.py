@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jlora.adapters.invocation import last_occurrence
+from jlora.adapters.invocation import NotInvoked, last_occurrence
 from jlora.cluster.directory import Directory, Version
-from jlora.errors import InvalidArgument
 from jlora.replica import ReplicaInfo
 from jlora.types import Request
 
@@ -23,7 +22,7 @@ def version_of(directory: Directory, request: Request, info: ReplicaInfo | None)
     tokens = version.alora_invocation_tokens
     if tokens and info is not None and info.config.adapters.alora_missing == "error":
         if last_occurrence(request.prompt, tokens) is None:
-            raise InvalidArgument(f"prompt: does not hold the alora_invocation_tokens of adapter {request.adapter!r}")
+            raise NotInvoked(request.adapter, tokens)
     return version
 
 

@@ -42,9 +42,8 @@ from jlora import machine
 from jlora.doctor import fit, journal, output
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Order
-from jlora.doctor.table import table
+from jlora.doctor.table import CASES, table
 
-ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of cases
 POLL_S = 0.2  # seconds between two looks at a part
 COMPILE_S = 270.0  # without a line for so long a compiler hangs; `World.compile` gives it up before
 GRACE_S = 20.0  # for a part to end what it began in time
@@ -168,7 +167,7 @@ class Job:
         said = f": {log[-1][:300]}" if log and not late else ""
         where = "; ".join(now.unfinished) or f"behind {now.begun[-1] if now.begun else 'the start'}"
         (self.skipped if late else self.failed).append(f"{section.name}, {where}: {reason}{said}")
-        if section.part in ROWS and now.open:
+        if section.part in CASES and now.open:
             row = {"case": now.open, "ok": None if late else False, "reason": reason}
             journal.Journal(path).row(section.part, row)
 
@@ -229,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = job.record()
     print(table(record))
     print(path)
-    rows = [row for name in ROWS for row in record.get(name, [])]
+    rows = [row for name in CASES for row in record.get(name, [])]
     return int(bool(job.failed) or "rates" not in record or any(row.get("ok") is False for row in rows))
 
 

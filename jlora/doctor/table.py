@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 Record = Mapping[str, Any]
+CASES = ("kernels", "kernel_speed", "checklist")  # their rows have "ok"
 # column -> key of a row, factor, format
 Columns = Mapping[str, tuple[str, float, str]]
 STEPS: Columns = {
@@ -36,7 +37,7 @@ SPEED: Columns = {
 
 
 def table(record: Record) -> str:
-    """What was found, a line for each row, then what failed and what was left out."""
+    """What was found, a line for each row, then what failed and what was left out. The last line is the verdict."""
     console = Console(file=io.StringIO(), width=160, highlight=False)
     for line in _device(record):
         console.print(line, markup=False)
@@ -48,7 +49,7 @@ def table(record: Record) -> str:
             errors = fit["errors"]
             console.print(f"step-time model: median error {errors['median']:.1%}, worst {errors['worst']:.1%}")
     console.print(_rows("kernels, timed", record.get("kernel_speed", []), SPEED))
-    for line in _complaints(record):
+    for line in (*_complaints(record), _verdict(record)):
         console.print(line, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -76,9 +77,20 @@ def _device(record: Record) -> Iterator[str]:
         )
 
 
+def _verdict(record: Record) -> str:
+    """The exit code in words."""
+    rows = [row for name in CASES for row in record.get(name, [])]
+    wrong, failed = sum(row.get("ok") is False for row in rows), len(record["failed"])
+    if "rates" not in record:
+        return "verdict: nothing was measured"
+    if wrong or failed:
+        return f"verdict: {wrong} cases are wrong and {failed} parts failed, see above"
+    return f"verdict: this device computes what it should ({sum(row.get('ok') is True for row in rows)} cases checked)"
+
+
 def _complaints(record: Record) -> Iterator[str]:
     """Every case that is wrong or has no kernel, then what failed and what was left out."""
-    for name in ("kernels", "kernel_speed", "checklist"):
+    for name in CASES:
         for row in record.get(name, []):
             reasons = [str(row[key]) for key in ("reason", "seen", "kernel_reason", "xla_reason") if row.get(key)]
             if row.get("ok") is False:

@@ -316,6 +316,7 @@ def warm_up(runner: Runner, first: First, progress: bool) -> None:
     """Waits for the programs that serve every request; the runner names those that are left."""
     for copies in first.copies:
         copies.result()
+    log.info("%d programs compile before it serves", runner.needed)
     names = tqdm(runner.warm_up(first), desc="compiling", total=runner.needed, disable=not progress, leave=False)
     for name in names:
         log.debug("compiled %s", name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
 import os
 import tempfile
 import zlib
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FACTS = "compiled-for.json"
 STAMP = ".jlora-checked"  # its time of change: entries that have not changed since are whole
+ENTRY = 4096  # bytes that must have room
 ZSTD = b"\x28\xb5\x2f\xfd"  # how a stream of zstd begins; jax takes zlib where it finds no zstd
 
 
@@ -31,13 +33,21 @@ def use(where: str) -> Path | None:
         return None
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     directory = home / "jlora" / "xla" if where == "auto" else Path(where)
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    least_s = 0.0
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         clean(directory)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(ENTRY))
     except OSError as e:  # a cache that cannot be written still serves
-        log.warning("the compile cache is not checked: %s", e)
+        told = "serve.compile_cache: %s cannot be written, so every start compiles again what is not in it: %s"
+        log.warning(told, directory, e.strerror or e)
+        if not directory.is_dir():
+            return None
+        least_s = math.inf  # jax only reads: it would warn of each entry that it cannot write
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_s)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return directory
 
 

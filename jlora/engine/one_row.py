@@ -110,4 +110,4 @@ def _write(file: Path | None, known: dict[str, Measured]) -> None:
         new.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
         new.replace(file)
     except OSError as e:  # a cache that cannot be written still serves
-        log.warning("the measurement of one row is not kept: %s", e)
+        log.info("the measurement of one row is not kept in %s: %s", file, e.strerror or e)

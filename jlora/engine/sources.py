@@ -166,7 +166,7 @@ def check_version(known: Record | Row | NewAdapter, digest: str, header: str) ->
     if known.digest and (digest != known.digest or header != known.header):
         raise DataLoss(
             f"adapter {known.name!r}: its files have changed on the disk (sha256 {digest[:12]}…, registered as "
-            f"{known.digest[:12]}…); restore them, or load it again with replace"
+            f"{known.digest[:12]}…); restore them, or load it again with replace (HTTP: load_inplace)"
         )
     if header != known.header:
         raise DataLoss(f"adapter {known.name!r}: its files have changed on the disk since it was found; try again")
@@ -192,6 +192,8 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     known_paths = [row.path for row in rows.values()]
     tolerant = config.adapters.lazy
     paths = at_start(config.adapters.paths, config.adapters.dir, reader.files, tolerant)
+    if config.adapters.dir and paths.keys() <= config.adapters.paths.keys():
+        log.warning("adapters.dir = %r: no subdirectory has an adapter_config.json yet", config.adapters.dir)
     found: list[Row | NewAdapter] = []
     left_out: list[str] = []
     shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks

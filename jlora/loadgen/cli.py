@@ -29,6 +29,7 @@ import grpc
 from tqdm import tqdm
 
 from jlora import machine
+from jlora.config import listed
 from jlora.errors import ConfigError, JloraError
 from jlora.loadgen import report, sides, trace
 from jlora.loadgen.player import Pace, Player, differing
@@ -175,7 +176,7 @@ def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits
         if name in activated:
             raise ConfigError(f"--adapters {name}: is an activated LoRA, which the trace's prompts do not invoke")
         if name not in common:
-            raise ConfigError(f"--adapters {name}: is not on every server; they have {trace.listed(common)}")
+            raise ConfigError(f"--adapters {name}: is not on every server; they have {listed(common)}")
     return Limits(
         max_len=min(server.info.max_model_len for server in servers),
         vocab=min(server.info.vocab for server in servers),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jlora.config import listed
 from jlora.errors import ConfigError
 from jlora.sim.trace import Trace, lengths, sped_up
 from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags, play
@@ -17,7 +18,6 @@ from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
 MOST_SHRINK = 1 << 20  # a trace whose lengths are divided by more has nothing of itself left
-LISTED = 8  # names in a message
 NONE = (
     "no adapters to ask for: the server has none; load some, name them with --adapters, or give a --trace without any"
 )
@@ -63,12 +63,6 @@ def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
     names = ("rate", "seconds", "gap", "popularity", "arrivals", *always) if args.trace is None else always
     chosen = {name: getattr(args, name) for name in names}
     return {"name": trace.name, "digest": trace.digest(), "data": bool(args.data), **chosen}
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first ones, and how many more there are."""
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "") if names else "none"
 
 
 def _dealt(trace: Trace, limits: Limits) -> Trace:

@@ -129,7 +129,8 @@ def convert(source: str | Path, target: str | Path, progress: bool = True, max_m
     """
     source = hub.resolve(source)
     spec = read_spec(source, max_model_len=max_model_len)
-    orbax.make_target(Path(target))  # before the weights: they take minutes
+    needed = sum(leaf.size for leaf in jax.tree.leaves(abstract(spec)[0])) * np.dtype(spec.dtype).itemsize
+    orbax.make_target(Path(target), needed)  # before the weights: they take minutes
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # this process has no CPU backend
@@ -138,8 +139,10 @@ def convert(source: str | Path, target: str | Path, progress: bool = True, max_m
     params = load_params(source, spec, shardings, stacked=False, progress=progress)
     try:
         orbax.save(source, Path(target), spec, params)
-    except OSError as e:
-        raise FailedPrecondition(f"target {str(target)!r}: cannot be written ({e.strerror or e})") from e
+    except (OSError, ValueError) as e:  # ValueError: tensorstore's, of a full disk too
+        orbax.clear(Path(target))
+        reason = getattr(e, "strerror", None) or str(e).rpartition(": ")[2].partition(" [")[0]
+        raise FailedPrecondition(f"target {str(target)!r}: cannot be written ({reason})") from e
     return Path(target)
 
 

@@ -41,14 +41,31 @@ def is_converted(directory: Path) -> bool:
     return (directory / META).is_file()
 
 
-def make_target(target: Path) -> None:
-    """Makes the directory. Raises AlreadyExists if it has files, FailedPrecondition if it cannot be made."""
+def make_target(target: Path, needed: int) -> None:
+    """Makes the directory.
+
+    Raises AlreadyExists if it has files, FailedPrecondition if it cannot be made or its disk lacks the needed bytes.
+    """
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise AlreadyExists(f"target {target.name!r}: exists and is not an empty directory")
         target.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target).free
     except OSError as e:
         raise FailedPrecondition(f"target {str(target)!r}: cannot be made ({e.strerror})") from e
+    if free < needed:
+        raise FailedPrecondition(
+            f"target {str(target)!r}: the weights take {needed / 1e6:.1f} MB, its disk has {free / 1e6:.1f} MB free"
+        )
+
+
+def clear(target: Path) -> None:
+    """Takes out what `save` has begun, so that another try finds the directory of `make_target` empty."""
+    for entry in target.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:

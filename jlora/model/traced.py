@@ -57,7 +57,7 @@ class Traced:
         self._directory = directory / FOLDER
         self._about = _digest(repr((_environment(), facts)).encode()).hex()
         self._keeps = _sources() == LOADED
-        self._told = False
+        self._told = self._full = False
 
     def __call__(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of arrays, which calls what was traced for arguments of the same shapes."""
@@ -74,13 +74,23 @@ class Traced:
                 try:
                     # Of a flat list, so that an entry does not depend on the arguments' classes.
                     found = export.export(jax.jit(lambda *flat: function(*jax.tree.unflatten(tree, flat))))(*shapes)
-                    _write(path, found)
+                    self._keep(path, found)
                 except Exception as e:  # it calls back into Python, or MLIR cannot express it for an older reader
                     self._tell(name, e)
                     return function(*args)  # a fault of its own is raised again here
             return found.call(*arrays)
 
         return program
+
+    def _keep(self, path: Path, traced: export.Exported) -> None:
+        """Writes an entry; a cache that cannot be written still serves."""
+        content = bytes(traced.serialize())
+        try:
+            _write(path, content)
+        except OSError as e:
+            level, self._full = logging.DEBUG if self._full else logging.WARNING, True
+            told = "%s cannot be written, so every start traces and compiles again what is not in it: %s"
+            log.log(level, told, path.parent, e.strerror or e)
 
     def _tell(self, name: str, error: Exception) -> None:
         """Says once that programs are not kept: what one meets, the others often meet, too."""
@@ -114,13 +124,9 @@ def _read(path: Path) -> export.Exported | None:
     return None
 
 
-def _write(path: Path, traced: export.Exported) -> None:
-    """Keeps an entry; a reader sees all of it or nothing."""
-    content = bytes(traced.serialize())
+def _write(path: Path, content: bytes) -> None:
+    """Writes an entry; a reader sees all of it or nothing."""
     new = path.with_suffix(f".{os.getpid()}-{get_ident()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(_digest(content) + content)
-        new.replace(path)
-    except OSError as e:  # a cache that cannot be written still serves
-        log.warning("a traced program is not kept: %s", e)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new.write_bytes(_digest(content) + content)
+    new.replace(path)

@@ -94,7 +94,8 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
             log.warning("engine.kernels = auto: %s on %s goes without its kernel, slower: %s", op, site.kind, reason)
     choices += [Choice(op, "xla", IN_PLACE) for op in ("write_kv", "write_blocks", "write_layers", "read_blocks")]
     chosen = Chosen(ops, tuple(choices))
-    log.info("ops on %s (%s): %s", site.platform, site.kind, chosen)
+    log.info("ops on %s (%s): %s", site.platform, site.kind, ", ".join(f"{c.op} {c.implementation}" for c in choices))
+    log.debug("%s", chosen)
     return chosen
 
 

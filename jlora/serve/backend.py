@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jlora.adapters.invocation import NotInvoked
 from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument, Unavailable
 from jlora.gaps import Gaps
@@ -105,6 +106,16 @@ class Backend:
         whose = caller.tenant
         with self.gate.completions(self.room, count, whose), self.access.tenants.completions(whose, count):
             yield
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a request: a refusal for its activated LoRA says what the tokens that it lacks read as."""
+        try:
+            yield
+        except NotInvoked as e:
+            if self.tokenizer is None:
+                raise
+            raise NotInvoked(e.adapter, e.tokens, self.tokenizer.decode(e.tokens, skip_special=False)) from None
 
     def adapter_of(self, caller: Caller, model: str) -> str | None:
         """The adapter, loaded or not, that `model` (base, adapter, base:adapter or empty) names; None is the base.

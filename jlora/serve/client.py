@@ -12,12 +12,14 @@ from typing import Any
 
 import grpc
 
+from jlora.config import is_address
 from jlora.errors import ConfigError, JloraError
 
 MAX_MESSAGE_BYTES = 64 << 20
 # No HTTP proxy: gRPC would send even what goes to this machine through the one that `http_proxy` names.
 OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
 KEY_VARIABLE = "JLORA_API_KEY"
+START = "start one with `jlora serve` or `jlora cluster`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
 @contextmanager
 def connect(server: str, login: Login | None = None) -> Iterator[grpc.Channel]:
     """A channel to `server`, HOST:PORT. Raises JloraError in place of grpc.RpcError."""
+    if not is_address(server):
+        raise ConfigError(f"{server}: must be HOST:PORT of the server's gRPC port, as in 127.0.0.1:50051")
     try:
         with (login or Login()).channel(server) as channel:
             yield channel
@@ -111,7 +115,7 @@ def told(server: str, error: grpc.RpcError) -> str:
     if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("handshak", "ssl", "tls")):
         return f"{server} does not speak this kind of TLS, or is not trusted: see --tls-ca ({details})"
     if code == grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
-        return f"no server answers at {server}; start one with `jlora serve` or `jlora cluster`"
+        return f"no server answers at {server}: give HOST:PORT of its gRPC port (50051 by default), or {START}"
     return f"{code.name}: {details}"
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jlora.engine import compile_cache  # these import jax: only after the flags are checked
     from jlora.engine.build import build, compile_rest, compiled_for
 
-    built = compile_rest(build(config), progress=True)
+    built = compile_rest(build(config), progress=sys.stderr.isatty())
     built.engine.close()
     facts = compiled_for(built.info, built.reader.spec, built.reader.layout)
     compile_cache.seal(Path(args.out), facts)

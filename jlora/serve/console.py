@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jlora.config import listed
 from jlora.errors import InvalidArgument
 from jlora.serve import client
 from jlora.serve.client import Login, connect, told
@@ -134,8 +135,7 @@ class Conversation:
         if name in known or name.removeprefix(f"{known[0]}:") in known:
             self.args.model = name
         else:
-            near = difflib.get_close_matches(name, known, n=3) or known[:8]
-            print(f"no model {name!r}; there is {', '.join(near)}")
+            print(f"no model {name!r}; there is {listed(difflib.get_close_matches(name, known, n=3) or known)}")
 
     def _answer(self, line: str) -> None:
         """Streams the answer. A refused or interrupted turn does not enter the history."""

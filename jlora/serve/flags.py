@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             if flag is None:
                 self.error(f"unexpected argument {rest[0]!r}")
             known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-            self.error(f"unknown flag {flag}: the nearest valid one is {configuration.nearest(flag, known)}")
+            self.error(configuration.unknown("flag", flag, known))
         return args
 
     def error(self, message: str) -> NoReturn:

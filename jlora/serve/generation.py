@@ -144,7 +144,8 @@ class Generation:
     async def _submit(self) -> int:
         submitted = self._replica.submit(self._request, self._inbox.put)
         try:
-            return await asyncio.wrap_future(submitted)
+            with self._backend.telling():
+                return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             # The command may run by now: then it ends in an abort.
             submitted.add_done_callback(self._abort_submitted)

@@ -1,6 +1,6 @@
 """The life of a serving process: bind, load, print the ready line, serve, drain, exit.
 
-bind the ports (one is taken: one line, exit 1)
+look at the model's path, bind the ports (it is wrong, or one is taken: one line, exit 1)
 start gRPC and HTTP (health NOT_SERVING, calls UNAVAILABLE)
 load model and adapters, warm up (failed: one line, exit 1)
 print the ready line, health SERVING
@@ -28,6 +28,7 @@ from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config, ServeConfig
 from jlora.errors import ConfigError, JloraError
+from jlora.model import hub
 from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.replica import Replica
 from jlora.serve import flags
@@ -63,6 +64,7 @@ class Program:
         name: the command, for messages.
         load: makes the replica, and the tokenizer if there is one. It is cancelled by a signal meanwhile.
         ready: the ready line, from the addresses and the replica.
+        check: raises JloraError for what is wrong at a glance, before any port is taken.
         services: gRPC services on the same port, beside the server's own.
         token: a client that shows it may do everything; "" is none.
         replicas: how many engines of `config.engine` are behind it.
@@ -76,6 +78,7 @@ class Program:
     token: str = ""
     replicas: int = 1
     threads: Threads | None = None
+    check: Callable[[Config], object] | None = None
 
 
 class Stderr:
@@ -137,6 +140,8 @@ async def serve(config: Config, program: Program | None = None) -> int:
         pauses=Pauses.of(config.serve.coalesce_s),
         most=max(BURST, program.replicas * (config.engine.max_seqs + config.engine.max_queue)),
     )
+    if program.check is not None:
+        program.check(config)
     servers, where = _bind(backend, config.serve, program.services)
     for server in servers:
         await server.start()
@@ -254,16 +259,15 @@ async def _ready(where: str, replica: Replica) -> str:
     return f"jlora ready {where} model={replica.info.model} adapters={adapters} blocks={blocks}"
 
 
-ENGINE = Program("jlora serve", _load, _ready)
+ENGINE = Program("jlora serve", _load, _ready, check=lambda config: hub.local(config.model.path))
 
 
 def load(config: Config) -> tuple[Replica, Tokenizer | None]:
-    """The replica, and the tokenizer if the model has one. Blocks, with progress bars on stderr."""
+    """The replica, and the tokenizer if the model has one. Blocks, with progress bars on a terminal."""
     from jlora.engine.local import LocalReplica  # these import jax: only after the flags are checked
     from jlora.model.checkpoint import read_spec
-    from jlora.model.hub import resolve
 
-    directory = resolve(config.model.path)
+    directory = hub.resolve(config.model.path)
     config = configuration.replace(config, {"model.path": str(directory)})  # so that a hub id is resolved once
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None:
@@ -271,7 +275,7 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     spec = read_spec(directory, config.model.dtype, config.model.max_model_len)
     check_base_name(config.model.name or spec.name)
     system = System(files=DiskFiles(config.adapters.roots), garbage=ServerGarbage())
-    return LocalReplica.start(config, progress=True, system=system), tokenizer
+    return LocalReplica.start(config, progress=sys.stderr.isatty(), system=system), tokenizer
 
 
 async def _drain(backend: Backend, servers: Servers, timeout_s: float) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -106,10 +107,11 @@ class GrpcServer:
     def bind(self, host: str, port: int) -> int:
         """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
         try:
+            _probe(host, port)  # gRPC would say more than one line
             if self._tls is not None:
                 return self._server.add_secure_port(address(host, port), self._tls.grpc())
             return self._server.add_insecure_port(address(host, port))
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:
             raise ConfigError(
                 f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "
                 "--port 0 takes a free port; or change serve.port or serve.host"
@@ -154,6 +156,20 @@ class GrpcServer:
 
     def _set_health(self, ready: bool, live: bool) -> None:
         self._health.set({"": ready, **dict.fromkeys(SERVICES, ready), LIVE: live})
+
+
+def _probe(host: str, port: int) -> None:
+    """Raises OSError if no address of the host has the port free."""
+    failed: OSError | None = None
+    for family, kind, protocol, _, where in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a port that was just left is free
+            try:
+                return probe.bind(where)
+            except OSError as e:
+                failed = e
+    if failed is not None:
+        raise failed
 
 
 def address(host: str, port: int) -> str:

@@ -71,7 +71,8 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
         ready = await self._request(request, context)
-        result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
+        with self._backend.telling():
+            result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         return pb.PrefetchResponse(
             adapter_resident=result.resident_adapter,
             cached_tokens=result.cached_tokens,

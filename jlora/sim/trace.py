@@ -18,6 +18,7 @@ import statistics
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -380,8 +381,11 @@ def _rows(path: Path) -> Iterator[_Row]:
 
 
 def _row(row: dict[str, str], where: str) -> _Row:
+    values: dict[str, str | float] = {**row}
+    with suppress(ValueError):  # msgspec says what is wrong
+        values["arrival_s"] = float(row["arrival_s"])  # msgspec itself takes no ".1"
     try:
-        return msgspec.convert(row, _Row, strict=False)
+        return msgspec.convert(values, _Row, strict=False)
     except msgspec.ValidationError as e:
         column = str(e).rpartition("$.")[2].strip("`")
         limit = typing.get_type_hints(_Row, include_extras=True)[column].__metadata__[0].description

@@ -41,7 +41,7 @@ def test_a_prompt_without_the_invocation_is_refused_by_adapter_and_sequence_or_l
 def test_a_long_invocation_is_shown_by_its_beginning():
     registry = AdapterRegistry()
     registry.add(record(invocation=tuple(range(1000))))
-    with pytest.raises(InvalidArgument, match=r"= \[0, 1, .*, 15, … 1000 tokens\] ") as error:
+    with pytest.raises(InvalidArgument, match=r"= \[0, 1, .*, 15, … 1000 tokens\]; ") as error:
         registry.resolve("check", (70,))
     assert len(str(error.value)) < 400
 

@@ -129,18 +129,30 @@ def test_replicas_that_a_router_has_lost_may_come_back_before_another_model_begi
     with pytest.raises(Broken):
         alike.check(new, [old], idle=False)
     for _ in range(2):
+        alike.lost(old)
         with pytest.raises(Broken, match=f"are lost, and it does not serve what they did: weights '{'b' * 12}'"):
             alike.check(new, [], idle=True)
         now += RECENT_S - 1
         assert alike.check(old, [], idle=True) == {}, "the wait begins anew with the next loss"
+    alike.lost(old)
     with pytest.raises(Broken):
         alike.check(new, [], idle=True)
     now += RECENT_S
     assert not caplog.messages
     assert alike.check(new, [], idle=True) == {}
-    assert "the service changes its model" in caplog.text and "keeps the tokenizer" in caplog.text
+    assert "the service changes its model" in caplog.text and "keeps that" in caplog.text
+    alike.lost(new)
     with pytest.raises(Broken, match=f"not '{'b' * 12}'"):
         alike.check(old, [], idle=True)
+
+
+def test_nobody_waits_for_a_replica_that_has_drained(monkeypatch: pytest.MonkeyPatch):
+    alike = Alike(lambda: 100.0)
+    old, new = _attached("r0", ONE), _attached("r1", OTHER)
+    assert alike.check(old, [], idle=True) == {}
+    monkeypatch.setattr(Attached, "draining", True)
+    alike.lost(old)
+    assert alike.check(new, [], idle=True) == {}
 
 
 def _attached(name: str, info: ReplicaInfo) -> Attached:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,3 +174,18 @@ def test_a_view_follows_the_messages(ground: Ground):
     assert (before.running, before.waiting, before.free_blocks, before.health) == (2, 1, 5, "up")
     assert before.tiers == {"x@1": "HBM", "y@1": "DISK"} and before.ranks == {"x@1": 8, "y@1": 4}
     assert after.tiers == {"x@1": "HBM"} and after.health == "draining" and after.step_s > 0
+
+
+@pytest.mark.parametrize(("closing", "level"), [(True, "INFO"), (False, "WARNING")])
+def test_only_a_replica_that_leaves_a_router_which_goes_on_is_warned_of(
+    ground: Ground, closing: bool, level: str, caplog: pytest.LogCaptureFixture
+):
+    async def stop() -> None:
+        ground.one.start()
+        await asyncio.wait((ground.one.stop(closing),))
+
+    with caplog.at_level(logging.INFO, "jlora.cluster.attach"):
+        asyncio.run(stop())
+    assert len(ground.lost) == 1
+    (line,) = caplog.records
+    assert line.levelname == level and line.getMessage().endswith(f"is lost: {ground.lost[0]}")

@@ -47,7 +47,7 @@ def test_a_shipped_file_starts_two_replicas():
     ("flags", "message"),
     [
         (["--replicas", "0"], "cluster.replicas = 0"),
-        (["--replica", "2"], "the nearest valid one is --replicas"),
+        (["--replica", "2"], "the nearest valid one is '--replicas'"),
         (["--fleet", "static"], "cluster.addresses is not set"),
         (["--addresses", "a:1"], "cluster.addresses"),
         (["--set", "cluster.replica=2"], "their number is cluster.replicas"),

@@ -6,6 +6,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,6 +181,31 @@ def test_while_the_controller_is_away_requests_go_on_with_the_last_table(world: 
         world.service.controller.load(Load("meanwhile", path)).result(60)
     wait_until(world.follows)
     assert remote.current("meanwhile").key in world.service.at(0)
+
+
+def test_a_load_at_a_new_controller_waits_for_the_routers_of_the_one_before(
+    world: World, one: list[Served], path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It counts its tables from the beginning: what a router has of the earlier one says nothing."""
+    hold, messages, remote = True, getattr(*port.tells()), world.remote
+    old = remote.current("fr")
+    remote.begin(old)
+    for _ in range(3):
+        world.service.controller.load(Load("fr", path, replace=True)).result(60)
+    wait_until(world.follows)
+    with _service.service(one) as other:
+        with world.controller_away():
+            wait_until(lambda: not port.listens(remote))
+            world.service = other
+            monkeypatch.setattr(*port.tells(), lambda self, change: iter(()) if hold else messages(self, change))
+        wait_until(lambda: port.streams_of(other.controller.uses) == 1)
+        remote.end(old)  # the last request of an old version, of which the router tells at once
+        loaded = other.controller.load(Load("fr", path))
+        assert not wait([loaded], 0.5).done, "the router has the version of before"
+        hold = False
+        world.service.controller.table.changed(["fr"])
+        loaded.result(60)
+        assert remote.current("fr") == other.controller.current("fr")
 
 
 def test_a_controller_that_says_nothing_is_called_again_on_a_new_connection(

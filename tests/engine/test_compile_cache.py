@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import zlib
 from collections import Counter
@@ -139,9 +140,26 @@ def test_a_look_that_fails_leaves_no_file_of_its_own(tmp_path: Path, monkeypatch
 def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, events: Counter[str]):
     assert compile_cache.clean(tmp_path / "none") == []
     (tmp_path / "file").write_text("")
-    compile_cache.use(str(tmp_path / "file"))
+    assert compile_cache.use(str(tmp_path / "file")) is None
     (tmp_path / compile_cache.STAMP).mkdir()
     compile_cache.use(str(tmp_path))
+
+
+def test_a_full_disk_is_told_once_and_its_entries_are_read(
+    tmp_path: Path, events: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    started(tmp_path, events)
+
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert started(tmp_path, events)[1] == 0
+    assert started(tmp_path / "other", events)[0] == 0
+    assert not list((tmp_path / "other").glob("*-cache"))  # jax would warn of each that it cannot write
+    first, other = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"serve.compile_cache: {tmp_path} cannot be written, so every start compiles again")
+    assert first.endswith(": No space left on device") and str(tmp_path / "other") in other
 
 
 @pytest.mark.parametrize("text", ["", '{"jax": "1', "[1, 2]", "7", "\x80"], ids=["empty", "cut", "list", "7", "bytes"])

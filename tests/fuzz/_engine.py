@@ -10,6 +10,7 @@ the same loop unguided.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import sys
@@ -19,9 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import jlora
 from jlora.errors import ConfigError, JloraError
 from jlora.serve.status import CODES, MESSAGE_BYTES, entry_of, shortened
 from tests.fuzz._mutate import mutated
@@ -29,6 +32,7 @@ from tests.fuzz._mutate import mutated
 HANG_S = 1.0  # of the processor's time
 GUARD_S = 20.0  # of the processor's time: then the input is given up
 MOST = 64 << 10  # bytes of an input
+PACKAGE = str(Path(jlora.__file__).parent) + os.sep
 TOOL = 4  # of sys.monitoring: one that no debugger, coverage or profiler has
 
 
@@ -148,7 +152,7 @@ def covered() -> Iterator[Collection[Any]]:
         return
 
     def ran(code: CodeType, line: int) -> Any:
-        if "/jlora/" in code.co_filename:
+        if code.co_filename.startswith(PACKAGE):
             lines.add((code, line))
         return monitoring.DISABLE
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, JloraError, NotFound
 from jlora.model import checkpoint, llama, sharding
 from jlora.model.checkpoint import convert, load_params, read_spec
 from jlora.model.hub import resolve
@@ -320,6 +321,29 @@ def test_convert_never_writes_over_what_is_there(tiny_model: Path, tmp_path: Pat
     assert not (tmp_path / "target").exists()
 
 
+def test_a_full_disk_is_told_before_the_weights_are_read(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(FailedPrecondition, match=r"the weights take .* MB, its disk has 0.0 MB free"):
+        convert(tiny_model, tmp_path / "new", progress=False)
+
+
+def test_a_disk_that_fills_meanwhile_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(self: Any, directory: Path, params: Any) -> None:
+        (directory.parent / "params.orbax-checkpoint-tmp").mkdir()
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 11 bytes to file 7: No space left [os_error_code='28']")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("orbax.checkpoint.Checkpointer.save", full)
+        with pytest.raises(FailedPrecondition, match=r"cannot be written \(No space left\)"):
+            convert(tiny_model, tmp_path / "new", progress=False)
+    assert not any((tmp_path / "new").iterdir())
+    assert convert(tiny_model, tmp_path / "new", progress=False)
+
+
 def test_a_damaged_conversion_is_data_loss(tiny_model: Path, tmp_path: Path):
     directory = convert(tiny_model, tmp_path / "models" / "converted", progress=False)
     meta = directory / "jlora_model.json"
@@ -405,13 +429,27 @@ def test_a_directory_that_may_not_be_entered_is_one_clear_line(monkeypatch: pyte
     assert closed.asked
 
 
-@pytest.mark.parametrize("name", ["/no/such/dir", "./absent", "../absent", "a/b/c", "", "org/na me", "~nobody-here/x"])
+NO_ID = ["/no/such/dir", "./absent", "../absent", "a/b/c", "", "org/na me", "~nobody-here/x", "a/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", NO_ID)
 def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(NotFound, match="is not a directory"):
+    with pytest.raises(NotFound, match="is not a directory$"):
         resolve(name)
+
+
+def test_a_file_in_place_of_its_directory_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "model.gguf").touch()
+    with pytest.raises(NotFound, match="model.path = 'llama/model.gguf': is a file; name the directory"):
+        resolve("llama/model.gguf")
 
 
 def test_a_fingerprint_is_of_the_weights_and_not_of_their_place(tmp_path: Path):

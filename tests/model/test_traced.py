@@ -112,9 +112,15 @@ def test_records_of_other_fields_are_other_programs(tmp_path: Path):
         assert program(Packed(np.array([1, 2], np.int32), kind)) == x
 
 
-def test_a_directory_that_cannot_be_written_still_serves(tmp_path: Path):
+def test_a_directory_that_cannot_be_written_still_serves_and_one_warning_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     (tmp_path / FOLDER).write_text("a file")
-    assert run(tmp_path, Program()) == [0.0, 2.0, 4.0, 6.0]
+    wrap = Traced(tmp_path)
+    for name in ("one", "two"):
+        assert jax.jit(wrap(name, Program()))(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith(f"{tmp_path / FOLDER} cannot be written, so every start traces")
 
 
 @pytest.mark.parametrize(

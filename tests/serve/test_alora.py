@@ -72,9 +72,10 @@ def test_a_prompt_without_the_invocation_is_refused_naming_adapter_and_sequence(
     for prompt in (TALK, (*TALK, CHECK[0]), (*TALK, *reversed(CHECK))):
         with refused(CODE.INVALID_ARGUMENT, "'check'", "alora_invocation_tokens = [300, 301]", "alora_missing"):
             served.generate(request(prompt, model="check"))
-    with refused(CODE.INVALID_ARGUMENT, "'check'"):
+    read = served.inference.Detokenize(pb.DetokenizeRequest(token_ids=CHECK, keep_special=True)).text
+    with refused(CODE.INVALID_ARGUMENT, "'check'", f"= [300, 301], the text {read!r} (a space"):
         list(served.inference.GenerateStream(request(TALK, model="base:check"), timeout=60))
-    with refused(CODE.INVALID_ARGUMENT, "'check'"):
+    with refused(CODE.INVALID_ARGUMENT, "'check'", f"the text {read!r}"):
         served.inference.Prefetch(request(TALK, model="check"), timeout=60)
     assert ask(served, TALK, "plain")
 
@@ -101,7 +102,8 @@ def test_over_http_tokens_invoke_as_in_grpc(served: Served):
             answer("check", TALK),
             http.post("/v1/prefetch", json={"model": "check", "prompt": list(TALK)}),
         ):
-            assert refusal.status_code == 400 and "alora_invocation_tokens" in refusal.json()["error"]["message"]
+            message = refusal.json()["error"]["message"]
+            assert refusal.status_code == 400 and "alora_invocation_tokens" in message and ", the text " in message
 
 
 def test_over_http_a_chats_role_invokes(served: Served, tmp_path: Path):

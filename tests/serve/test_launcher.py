@@ -55,8 +55,29 @@ def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch: pytest.Monke
         port = taken.getsockname()[1]
         said = started(["--model", "x", "--port", str(port)])
         assert f"cannot listen on 127.0.0.1:{port}" in said and "--port 0 takes a free port" in said
+        assert started(["--model", "/no/model", "--port", str(port)]).startswith("NotFound: model.path = '/no/model'")
     assert "serve.port" in started(["--model", "x", "--host", "203.0.113.7", "--insecure"])
     assert not read
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "0.0.0.0", "::"])
+def test_a_taken_port_is_one_line(host: str):
+    """gRPC's core would write another one."""
+    bare = host.strip("[]")
+    try:
+        taken = socket.create_server((bare, 0), family=socket.AF_INET6 if ":" in bare else socket.AF_INET)
+    except OSError as e:
+        pytest.skip(f"no {host} here: {e}")
+    if host == "localhost":
+        family = [info[0] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+        if socket.AF_INET6 in family:
+            pytest.skip("its other address is free")
+    with taken:
+        argv = ["--model", "x", "--insecure", "--host", host, "--port", str(taken.getsockname()[1])]
+        with process(argv) as server:
+            said = server.communicate(timeout=60)[1].splitlines()
+    assert server.returncode == 1 and "cannot listen on" in said[-1]
+    assert [line for line in said if " WARNING " not in line] == said[-1:]
 
 
 def test_two_servers_cannot_share_a_port():
@@ -135,7 +156,7 @@ def quick() -> list[str]:
 
 
 def wait_for(stream: IO[str] | None, word: str) -> None:
-    """Reads until `word`: a progress bar ends no line."""
+    """Reads until `word`."""
     assert stream is not None
     text = ""
     while word not in text:
@@ -356,7 +377,7 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, t
             assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
             with refused(CODE.UNAVAILABLE, "loading"):
                 rpc.InferenceStub(channel).Generate(request())
-        wait_for(server.stderr, "compiling:")
+        wait_for(server.stderr, "programs compile before it serves")
         wait_until(lambda: kept.is_dir() and any(kept.iterdir()), timeout_s=60)
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=20)

@@ -173,7 +173,8 @@ def test_no_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]):
         assert cli.main(["top", address]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err == (
-        f"jlora top: no server answers at {address}; start one with `jlora serve` or `jlora cluster`\n"
+        f"jlora top: no server answers at {address}: give HOST:PORT of its gRPC port (50051 by default), or "
+        "start one with `jlora serve` or `jlora cluster`\n"
     )
     with pytest.raises(SystemExit, match="2"):
         cli.main(["top", "--interval", "0"])

@@ -55,6 +55,11 @@ def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):
         read_csv(tmp_path / "no.csv", vocab=100)
 
 
+@pytest.mark.parametrize("seconds", [".1", "+0.1", " 0.1", "1e-1"])
+def test_seconds_may_be_written_as_python_reads_them(tmp_path: Path, seconds: str):
+    assert read_csv(write(tmp_path, "0,8,4,de,s1", f"{seconds},9,2,de,s2"), vocab=100).turns[1].at == 0.1
+
+
 def test_a_column_that_is_not_used_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "mine.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens,sesion\n0,8,4,a\n")

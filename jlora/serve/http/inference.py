@@ -75,7 +75,8 @@ class Inference:
             uuid.uuid4().hex, (), adapter=adapter, tenant=caller.tenant_of(""), cache_salt=body.cache_salt or ""
         )
         ready = await self._texts.request(body.asked(), draft)
-        result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
+        with self._backend.telling():
+            result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         coming = {"cached_tokens": result.cached_tokens, "coming_bytes": result.coming_bytes}
         await call.json({"adapter_resident": result.resident_adapter, **coming})
 

@@ -376,6 +376,6 @@ def _said(problem: str, kind: type[Struct]) -> str:
         field = f"{path}.{named[2][:60]}" if path else named[2][:60]
         if named[1].startswith("missing"):
             return f"{field}: is missing"
-        near = f"; the nearest field is {nearest(named[2], kind.__struct_fields__)}" if not path else ""
-        return f"{field}: is not a field of this request{near}"
+        near = nearest(named[2], kind.__struct_fields__) if not path else ""
+        return f"{field}: is not a field of this request" + (f"; the nearest field is {near}" if near else "")
     return f"{path or 'the body'}: {text[0].lower()}{text[1:].replace('`', '')}"
