@@ -106,6 +106,7 @@ INSIDE = {
     "tests/cache/test_disk.py": "plants bugs in it",
     "tests/cache/test_planted_bugs.py": "plants bugs in it",
     "tests/engine/_planted.py": "plants bugs in it",
+    "tests/sim/world/_answers.py": "plants bugs in it",
     "tests/sim/world/test_cluster.py": "plants bugs in it",
     "tests/sim/world/test_planted.py": "plants bugs in it",
 }

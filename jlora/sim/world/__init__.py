@@ -9,6 +9,10 @@ merging  weights into which adapters are merged
 peers    other replicas, from which adapters are read
 seams    errors inside the engine's step
 struck   which requests faults have struck; `witness` says so for copies and readings, and `excuses` asks
-clients  what is asked of the service, and what may come of it
+asked    the requests of clients
+calls    what may come of a request
+clients  what is asked of the service, and its answers
+books    the slots and counters of the scheduler, as the world reckons them
+heard    errors in the log
 replica  one replica: the product's own objects on the models above
 """

@@ -8,7 +8,8 @@ What blocks hold, in either memory:
     groups of layers     each has its own, since streamed copies come group after group
 
 A token is made of what the step reads: the adapter's mark, the numbers at the ends of its blocks, the
-request's seed, the completion and the position. `expected` makes the same of the request alone.
+seed and the completion as the slot has them, and the position. `expected` makes the same of the request alone.
+A prompt token's log-probability is made of the KV of the token before.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from jlora.engine.plan import Drawn, StepPlan, Work
+from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
 from jlora.layout import PoolLayout
 from jlora.sim.world.merging import Weights
 from jlora.sim.world.sites import Planted, Shortage, Site, Sites
 from jlora.sim.world.struck import Struck
 from jlora.sim.world.tasks import Tasks
-from jlora.types import Salt
+from jlora.types import Request, TokenLogprob
 
 SITES = {
     "copy.fails": Site("a copy fails on its way"),
@@ -55,11 +57,20 @@ Cell = Any  # what a block holds of one group of layers: an adapter's number, or
 
 def adapter_mark(data: np.ndarray) -> int:
     """What the device makes of an adapter's packed blocks."""
-    return hash(tuple(_content(block) for block in data))
+    return hash(tuple(content(block) for block in data))
 
 
-def _content(block: Any) -> Cell:
+def content(block: Any) -> Cell:
+    """What a block of packed data is in either memory."""
     return LORA + zlib.crc32(block.tobytes()) if isinstance(block, np.ndarray) else block
+
+
+Salt = tuple[str, str]  # the model's own, not the product's: a tenant, and its cache salt
+
+
+def salt_of(request: Request) -> Salt:
+    """Whose KV a request's is."""
+    return request.tenant, request.cache_salt
 
 
 def _salted(salt: Salt) -> int:
@@ -94,6 +105,17 @@ def expected(key: Key, tokens: Sequence[int], block_tokens: int) -> int:
     return _drawn(ends, key.mark if acts else 0, key.seed, key.index, len(tokens))
 
 
+def scored(key: Key, prompt: Sequence[int]) -> tuple[TokenLogprob | None, ...]:
+    """The prompt's log-probabilities."""
+    numbers = chain(key, prompt[:-1])
+    return None, *(_scored(number, token) for number, token in zip(numbers, prompt[1:], strict=True))
+
+
+def _scored(number: int, token: int) -> TokenLogprob:
+    """Of a token behind the KV of this number."""
+    return TokenLogprob(token, -float(number % 1000))
+
+
 def _root(mark: int, salt: Salt, activation: int | None) -> int:
     return hash((0 if activation is not None else mark, _salted(salt)))
 
@@ -118,9 +140,9 @@ class HostMemory:
         """Stores packed data, or what `read` has given."""
         if isinstance(data, np.ndarray) and data.dtype != object:
             self._sites.lack("host.short")
-        for block, content in zip(ids, data, strict=True):
+        for block, held in zip(ids, data, strict=True):
             self._tasks.reading()  # others may run between two blocks
-            self._cells[block] = _content(content)
+            self._cells[block] = content(held)
 
     def read(self, ids: Sequence[int], layers: slice = slice(None)) -> list[Cell]:
         """What these blocks hold."""
@@ -248,6 +270,7 @@ class Device:
         self._tasks = pool.tasks
         self._struck = struck
         self._last: dict[int, int] = {}  # slot -> the token that it drew last
+        self._slots: dict[int, tuple[int, int]] = {}  # slot -> seed and completion of whom it was set up for
         self._free_at = 0.0
 
     def until(self, end: float) -> None:
@@ -260,6 +283,8 @@ class Device:
         done: list[Work] = []
         drawn: list[Drawn] = []
         stalled = 0.0
+        for sequence in [work.sequence for work in plan.work if not work.sequence.set_up]:
+            self._slots[sequence.slot], sequence.set_up = (sequence.seed, sequence.index), True
         for launch in _launches(plan):
             prompts = launch[0] in plan.prefill
             error = self._trouble(prompts, len(launch))
@@ -306,21 +331,25 @@ class Device:
         table, size, pool = sequence.lease.blocks, self.pool.layout.block_tokens, self.pool
         mark = self._mark(work, plan)
         now = pool.number(table[(start - 1) // size], (start - 1) % size) if start else 0
+        numbers: list[int] = []
         for position in range(start, start + count):
             known = position < len(sequence.tokens)
             token = sequence.tokens[position] if known else self._last.get(sequence.slot, GARBAGE)
             if not position:
-                now = _root(mark, sequence.request.salt, sequence.activation)
+                now = _root(mark, salt_of(sequence.request), sequence.activation)
             now = _next(now, token, mark if position == sequence.activation else None)
             pool.write(table[position // size], position % size, now)
+            numbers.append(now)
+        scores = _scores(sequence, start, numbers)
         if not work.samples:
-            return Drawn()
+            return Drawn(prompt_logprobs=scores)
         length = start + count
         ends = [pool.number(block, size - 1) for block in table[: length // size]]
         if length % size:
             ends.append(pool.number(table[length // size], length % size - 1))
-        self._last[sequence.slot] = token = _drawn(ends, mark, sequence.seed, sequence.index, length)
-        return Drawn(token)
+        seed, index = self._slots[sequence.slot]
+        self._last[sequence.slot] = token = _drawn(ends, mark, seed, index, length)
+        return Drawn(token, prompt_logprobs=scores)
 
     def _mark(self, work: Work, plan: StepPlan) -> int:
         """What the adapter is, as the step finds it where it reads it: beside the weights, and in them."""
@@ -334,6 +363,14 @@ class Device:
             source = next(copy.source for copy in plan.helps if copy.adapter is adapter and adapter in copy.nodes)
             return hash(tuple(self._host.read(source)))
         return hash(tuple(self.pool.read(block) for block in adapter.device))
+
+
+def _scores(sequence: Running, start: int, numbers: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """Of the prompt tokens behind those that a work has computed."""
+    if sequence.prompt_logprobs is None:
+        return ()
+    targets = sequence.tokens[start + 1 : sequence.prompt_len]
+    return tuple(_scored(number, token) for number, token in zip(numbers, targets, strict=False))
 
 
 def _launches(plan: StepPlan) -> Iterator[tuple[Work, ...]]:

@@ -28,9 +28,10 @@ from jlora.sim.world.sites import Site, Sites
 SITES = {
     "disk.slow": Site("a read takes up to two seconds", 0.2),
     "disk.torn": Site("a read ends early", 0.05),
-    "disk.error": Site("a read or an open fails with an I/O error", 0.05),
+    "disk.error": Site("a read, an open or a look at a file fails with an I/O error", 0.05),
     "disk.vanished": Site("a directory is gone when it is opened", 0.08),
     "disk.changed": Site("a directory changes while it is read", 0.1),
+    "disk.overwritten": Site("files are overwritten in the middle of a read, by others of their size", 0.1),
     "disk.replaced": Site("another adapter of the same size has taken a directory's place", 0.1),
     "disk.full": Site("the registry of adapters is on a full disk", 0.2),
 }
@@ -105,15 +106,32 @@ def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:
 
 
 @dataclass(slots=True)
-class _Directory:
-    """`inode` is new whenever another takes its place, or its files are written."""
+class _Stored:
+    """A file on the disk. Who has it open sees what is written into it. `written` tells two writes apart."""
 
-    version: Version
+    data: bytes
     inode: int
+    written: int
 
     @property
-    def files(self) -> Mapping[str, bytes]:
-        return self.version.files
+    def identity(self) -> Stamp:
+        return self.inode, len(self.data), self.written
+
+
+@dataclass(slots=True, eq=False)
+class _Directory:
+    version: Version
+    files: dict[str, _Stored]
+
+    def identity(self, names: Iterable[str]) -> Stamp:
+        """Of these files together. Raises OSError."""
+        return sum((self.file(name).identity for name in names), ())
+
+    def file(self, name: str) -> _Stored:
+        """Raises OSError."""
+        if name not in self.files:
+            raise OSError(errno.ENOENT, "No such file or directory")
+        return self.files[name]
 
 
 class Disk(Files):
@@ -131,16 +149,17 @@ class Disk(Files):
         self._draw = draw
         self._sleep = sleep
         self._directories: dict[str, _Directory] = {}
-        self._inodes = itertools.count(1)
+        self._numbers = itertools.count(1)  # of files, and of writes
 
     def put(self, path: str, version: Version) -> None:
         """Another directory takes the path's place."""
-        self._directories[path] = _Directory(version, next(self._inodes))
+        self._directories[path] = _Directory(version, self._stored(version))
         self._struck(path)
 
     def remove(self, path: str) -> None:
-        """The directory is gone, if there was one."""
-        self._directories.pop(path, None)
+        """The directory is gone, if there was one, and all that was in it."""
+        if (found := self._directories.pop(path, None)) is not None:
+            found.files.clear()
         self._struck(path)
 
     def digest(self, path: str) -> str:
@@ -158,11 +177,11 @@ class Disk(Files):
         found = self.look(directory)
         if self.fires("disk.replaced", directory):
             self.write(found, alike=True)
-        yield _OpenFolder(self, directory, found, found.inode)
+        yield _OpenFolder(self, directory, found)
 
     def stamp(self, directory: str, names: Iterable[str]) -> Stamp:
-        found = self.look(directory)
-        return sum((_identity(found, name) for name in names), ())
+        self.delay(directory)
+        return self.look(directory).identity(names)
 
     def look(self, path: str) -> _Directory:
         """What is at the path. Raises OSError."""
@@ -178,12 +197,24 @@ class Disk(Files):
             self._struck(path)
         return fires
 
-    def write(self, directory: _Directory, alike: bool = False) -> None:
-        """Somebody writes another version into a directory, file by file; `alike`: one of its size."""
+    def write(self, directory: _Directory, alike: bool = False, over: bool | None = None) -> None:
+        """Somebody writes another version into a directory.
+
+        `alike`: one of its size. `over`: into the files that are there; None: perhaps.
+        """
         now = directory.version
         others = [v for v in versions() if v.activated == now.activated and v is not now]
         like = [v for v in others if v.shape == now.shape] if alike else others
-        directory.version, directory.inode = self._draw.choice(like), next(self._inodes)
+        directory.version = version = self._draw.choice(like)
+        if not (self._draw.random() < 0.5 if over is None else over):
+            directory.files = self._stored(version)
+            return
+        for name, file in directory.files.items():
+            file.data, file.written = version.files[name], next(self._numbers)
+
+    def _stored(self, version: Version) -> dict[str, _Stored]:
+        """New files."""
+        return {name: _Stored(data, next(self._numbers), next(self._numbers)) for name, data in version.files.items()}
 
     def delay(self, path: str) -> None:
         """What every access costs."""
@@ -192,19 +223,14 @@ class Disk(Files):
             raise OSError(errno.EIO, "Input/output error")
 
 
-def _identity(directory: _Directory, name: str) -> Stamp:
-    if name not in directory.files:
-        raise OSError(errno.ENOENT, "No such file or directory")
-    return directory.inode, len(directory.files[name])
-
-
 @dataclass(slots=True)
 class _OpenFolder(Folder):
+    """An open directory, which stays the same one when another takes its place."""
+
     disk: Disk
     path: str
     directory: _Directory
-    inode: int  # when it was opened
-    opened: list[str] = field(default_factory=list)
+    opened: dict[str, Stamp] = field(default_factory=dict)  # what each file was when it was opened
 
     def names(self, most: int) -> list[str]:
         return sorted(self.directory.files)[:most]
@@ -212,27 +238,27 @@ class _OpenFolder(Folder):
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[_OpenFile]:
         self.disk.delay(self.path)
-        if self.disk.fires("disk.changed", self.path):
+        if self.directory.files and self.disk.fires("disk.changed", self.path):
             self.disk.write(self.directory)
-        self.opened.append(name)
-        _identity(self.directory, name)
-        yield _OpenFile(len(self.directory.files[name]), self, self.directory.files[name])
+        found = self.directory.file(name)
+        self.opened[name] = found.identity
+        yield _OpenFile(len(found.data), self, found)
 
     def unchanged(self) -> bool:
         try:
-            return self.disk.look(self.path) is self.directory and self.directory.inode == self.inode
+            return self.directory.identity(self.opened) == self.stamp()
         except OSError:
             return False
 
     def stamp(self) -> Stamp:
-        return sum(((self.inode, len(self.directory.files[name])) for name in self.opened), ())
+        return sum(self.opened.values(), ())
 
 
 @dataclass(slots=True)
 class _OpenFile(File):
     size: int
     folder: _OpenFolder
-    data: bytes
+    file: _Stored
     at: int = 0
 
     def read(self, size: int) -> np.ndarray:
@@ -240,6 +266,11 @@ class _OpenFile(File):
         disk.delay(path)
         if disk.fires("disk.torn", path):
             size = min(size, (self.size - self.at) // 2)
-        found = self.data[self.at : self.at + size]
+        end = self.at + size
+        half = (self.at + end) // 2
+        found = self.file.data[self.at : half]
+        if self.folder.directory.files and disk.fires("disk.overwritten", path):
+            disk.write(self.folder.directory, alike=True, over=True)
+        found += self.file.data[half:end]
         self.at += len(found)
         return np.frombuffer(found, np.uint8)

@@ -26,7 +26,7 @@ from jlora.sim.world.sites import Planted, Shortage
 from jlora.sim.world.struck import Struck
 from jlora.types import Request
 
-SIZED = ("load", "pin")  # commands for which there may be no room
+SIZED = ("load", "pin", "register", "keep")  # commands for which there may be no room
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,9 @@ class Excuses:
             unread = isinstance(error, NotFound | DataLoss | InvalidArgument | Unavailable)
             return taken or (unread and (struck.disturbed(name, began) or not self._disk.digest(name)))
         if isinstance(error, NotFound) and (name not in self._registry or struck.was_gone(name, began)):
-            return kind in ("unload", "pin", "prefetch")
+            return kind in ("unload", "pin", "prefetch", "keep")
+        if isinstance(error, AlreadyExists):
+            return kind == "register" and name in self._registry
         if isinstance(error, FailedPrecondition):
             return kind == "pin" and struck.was_unpinned(name, began)
         return kind == "pin" and struck.was_unread(name, began)

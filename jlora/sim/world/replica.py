@@ -5,19 +5,16 @@ The seed draws the sizes, the policy, what clients ask, who runs next, and the f
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 from jlora.adapters.catalogue import Catalogue
 from jlora.adapters.registry import AdapterRegistry
-from jlora.cache import inspect
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.swapper import Swapper
@@ -39,18 +36,21 @@ from jlora.memory import unlimited
 from jlora.ports import System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.sim.clock import VirtualClock
-from jlora.sim.world import clients, device, disk, merging, peers, seams
-from jlora.sim.world.clients import Around, Clients
+from jlora.sim.world import asked, clients, device, disk, merging, peers, seams
+from jlora.sim.world.books import Books
+from jlora.sim.world.calls import Around
+from jlora.sim.world.clients import Clients
 from jlora.sim.world.device import Device, DeviceMemory, HostMemory
 from jlora.sim.world.disk import BLOCK_TOKENS, SPEC, Disk, versions
 from jlora.sim.world.excuses import Excuses
+from jlora.sim.world.heard import heard
 from jlora.sim.world.merging import Drawn, Weights
 from jlora.sim.world.report import Journal
 from jlora.sim.world.sites import Site, Sites
 from jlora.sim.world.struck import Struck
 from jlora.sim.world.tasks import Task, Tasks
 from jlora.sim.world.witness import Witness
-from jlora.types import TokenEvent
+from jlora.types import Request, TokenEvent
 from jlora.validation import Limits
 
 SITES: Mapping[str, Site] = {
@@ -70,6 +70,7 @@ THREADS = ("jlora-engine", "jlora-copies-in", "jlora-copies-out", "jlora-watch")
 CHECKS = 16  # steps between two checks of everything
 FLUSHES = 8  # in a row: an idle engine begins to back KV up, and a flush leaves what is on its way
 MOST_TURNS = 6_000  # until everything must have ended
+SUDDEN = 0.15  # of the seeds: the replica closes with live requests, or drains them for some time only
 
 
 class _Watched(Engine):
@@ -126,6 +127,7 @@ class World:
         self._wall = 1.7e9
         self._draw = random.Random(f"{seed} rounds")
         self.steps = 0
+        self._closing = False
         self._begun = deque([-math.inf] * 3, maxlen=3)  # when the last steps have
         self._sizes = {version.digest: version.blocks for version in versions()}
         self._admitted = 0  # the most sequences at once that have left the queue
@@ -140,10 +142,11 @@ class World:
         self.weights = Weights(self.sites, self.tasks)
         self._merges = random.Random(f"{seed} merges")
         built = self._build(config, layout, system, draw.choice((16, 28, 60)))
+        self._engine = built.engine
         self.manager: CacheManager = built.parts.scheduler.manager
         self.parts = built.parts
         self.replica = LocalReplica(built, system)
-        known = [name for name in clients.NAMES if draw.random() < 0.9]
+        known = [name for name in asked.NAMES if draw.random() < 0.9]
         self.fetcher = peers.fetcher(self.replica, self.sites, self.tasks, known, draw.random() < 0.75)
         self.context = min(SPEC.max_len, (layout.blocks - 1) // 2 * BLOCK_TOKENS)  # pins leave half the pool
         around = Around(
@@ -152,6 +155,7 @@ class World:
             self.sites, journal, Excuses(self.struck, built.parts, self.disk), lambda: self.over,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))
+        self._books = Books(built.parts.scheduler, self.clients.found)
         watched: Any = built.engine
         watched.witness = Witness(built.parts, self.disk, self.struck, self.clients.found)
         watched.witness.watch(watched.adapters.shelf)
@@ -175,27 +179,28 @@ class World:
         assert self.tasks.turn() or self.over, "nobody can ever go on"
         if self.clients.found:
             raise self.clients.found[0]
-        if self.over and not self.sites.ended:
+        if self.replica.failure.done() and not self.sites.ended:
             raise self.replica.failure.result()
 
     @property
     def over(self) -> bool:
-        """Whether the replica has failed."""
-        return self.replica.failure.done()
+        """Whether the replica has failed, or closes."""
+        return self._closing or self.replica.failure.done()
 
     def finish(self) -> None:
-        """The faults cease: everything ends, and nothing is held."""
+        """The faults cease: everything ends, and nothing is held. Or the replica closes with live requests."""
+        if self._draw.random() < SUDDEN:
+            self._leave()
+            return
         self.sites.heal()
-        self._until(lambda: not self.clients.calls and not self.clients.commands, "a request or a command never ends")
+        self._until(self._all_answered, "a request or a command never ends")
         if self.over:
             refused = self.replica.check_integrity()
             self._until(refused.done, "a command to a replica that has failed is never answered")
             assert isinstance(refused.exception(), Unavailable)
         else:
             self._rest()
-        closing = self.tasks.start("close", self.replica.close)
-        self._until(lambda: closing.ended, "the replica does not close")
-        self._until(lambda: not self.tasks.live, "a thread never ends")
+        self._close()
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -239,6 +244,29 @@ class World:
 
         vars(commands)["put"] = heeded
 
+    def _all_answered(self) -> bool:
+        return not self.clients.calls and not self.clients.commands
+
+    def _leave(self) -> None:
+        """It closes under faults, perhaps behind a drain whose time is too short."""
+        if self._draw.random() < 0.5:
+            self.clients.drains = True
+            drained = self.replica.drain(self._draw.choice((0.0, 0.05, 0.5, 3.0)))
+            refused = self.replica.submit(Request("late", (asked.FIRST_WORD,)), lambda events: None)
+            self._until(lambda: drained.done() and refused.done(), "a drain does not end with its time")
+            assert isinstance(refused.exception(), Unavailable), "a replica that drains takes a request"
+            assert not drained.result() or self.over or not self.clients.live, "a drain ends with live requests"
+        self._closing = True
+        self._close()
+        late = [self.replica.flush_cache(), self.replica.state(), self.replica.owners(), self.replica.drain()]
+        self._until(lambda: all(each.done() for each in late), "a replica that has closed never answers")
+        self._until(self._all_answered, "a request or a command never ends, and the replica has closed")
+
+    def _close(self) -> None:
+        closing = self.tasks.start("close", self.replica.close)
+        self._until(lambda: closing.ended, "the replica does not close")
+        self._until(lambda: not self.tasks.live, "a thread never ends")
+
     def _now(self) -> float:
         return self._wall + self.clock.now
 
@@ -263,6 +291,7 @@ class World:
             self._check_tiers()
             self._check_sizes()
             self._check_pins()
+            self._books.check_slots()
             self.weights.audit()
             if self.steps % CHECKS == 0:
                 self._check_all()
@@ -307,8 +336,10 @@ class World:
 
     def _check_all(self) -> None:
         manager = self.manager
-        inspect.check_integrity(manager)
+        self._engine.check_integrity()
         self._check_uses()
+        self._books.check_order()
+        self._books.check_shares()
         for adapter in manager.adapters.values():
             assert not adapter.pinned or adapter.device, "a pinned adapter left the device"
             for node in (adapter, *manager.tree.below(adapter)):
@@ -333,7 +364,8 @@ class World:
                 break
         self._check_tiers()
         self._check_all()
-        self.weights.audit()
+        self._books.check_slots()
+        self._books.check_empty()
         assert not self.weights.done, "an adapter is merged that nobody knows"
         assert not manager.leases.live, "a lease is left"
         assert manager.device.free == manager.device.total, f"blocks of the device are left: {manager.device}"
@@ -363,25 +395,15 @@ def _drawn_config(draw: random.Random) -> tuple[EngineConfig, CacheConfig]:
     return engine, cache
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Faults are logged by the thousand."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
     """Plays a seed; how often each site struck. Raises what it finds."""
-    with _quiet():
+    with heard() as log:
         world = World(seed, journal)
         for _ in range(2 * steps):
             if world.steps < steps and not world.over:
                 world.round()
         world.finish()
+    assert not log.found, log.found[0]
     world.sites.fired["peer.reads"] = world.fetcher.fetched
     journal.write(f"{world.tasks.turns} turns, {world.clock.now:.6f} s, {world.clients.answered} answers")
     return world.sites.fired

@@ -5,6 +5,7 @@ A row keeps its seed if that still finds the bug. Otherwise all seeds of CI are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -20,10 +21,10 @@ SEEDS = {"engine": range(test_seeds.SEEDS), "cluster": test_cluster.SEEDS}
 def bugs() -> dict[Bug, AbstractContextManager[None]]:
     """All planted bugs, each with what plants it."""
     found: dict[Bug, AbstractContextManager[None]] = {}
-    for plant in test_planted.PLANTS:
-        found[Bug.of(plant, "engine", plant in test_planted.MENDED)] = _engine(plant)
-    for bug, _ in test_cluster.PLANTED:
-        found[Bug.of(bug, "cluster", bug in test_cluster.MENDED)] = _cluster(bug)
+    for plant, says in test_planted.PLANTS.items():
+        found[Bug.of(plant, "engine", plant in test_planted.MENDED, says)] = _engine(plant)
+    for bug, says in test_cluster.PLANTED:
+        found[Bug.of(bug, "cluster", bug in test_cluster.MENDED, says)] = _cluster(bug)
     return found
 
 
@@ -42,9 +43,10 @@ def _cluster(bug: test_cluster.Bug) -> Iterator[None]:
         yield
 
 
-def finder(world: str, seeds: Sequence[int]) -> int:
-    """The first seed that finds something. Raises StopIteration if none does."""
-    return next(one.seed for one in report.run(world, seeds, test_seeds.STEPS) if one.failure)
+def finder(bug: Bug, seeds: Sequence[int]) -> int:
+    """The first seed that finds the bug. Raises StopIteration if none does."""
+    played = report.run(bug.world, seeds, test_seeds.STEPS)
+    return next(one.seed for one in played if re.search(bug.says, one.failure))
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def main() -> None:
     for bug, planted in bugs().items():
         first = [known[bug.name]] if bug.name in known else []
         with planted:
-            found[bug.name] = finder(bug.world, [*first, *SEEDS[bug.world]])
+            found[bug.name] = finder(bug, [*first, *SEEDS[bug.world]])
         print(bug.world, bug.name, found[bug.name], flush=True)
     text = table.PAGE.read_text(encoding="utf-8")
     table.PAGE.write_text(text.replace(table.written(), table.rendered(bugs(), found)), encoding="utf-8")

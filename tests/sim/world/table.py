@@ -14,18 +14,19 @@ ROW = re.compile(r"^\| `(\w+)` \| .* \| (\d+) \|$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A planted bug. `mended`: the product once had it."""
+    """A planted bug. `mended`: the product once had it; `says`: the failure, as a regular expression."""
 
     name: str
     world: str
     what: str
     mended: bool
+    says: str
 
     @classmethod
-    def of(cls, plant: Callable[..., object], world: str, mended: bool) -> Bug:
+    def of(cls, plant: Callable[..., object], world: str, mended: bool, says: str) -> Bug:
         """Says what its docstring says, or else its name."""
         name, doc = plant.__name__, " ".join((plant.__doc__ or "").split())
-        return cls(name, world, doc or f"{name.replace('_', ' ').capitalize()}.", mended)
+        return cls(name, world, doc or f"{name.replace('_', ' ').capitalize()}.", mended, says)
 
 
 def seeds() -> dict[str, int]:

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from jlora.adapters import catalogue
-from jlora.cluster import attach, controller, dispatch, link, requests, upkeep, wire
+from jlora.cluster import attach, calls, controller, dispatch, link, requests, router, upkeep, uses, wire
 from jlora.cluster.calls import Calls
 from jlora.cluster.directory import Version
 from jlora.engine.futures import done
@@ -272,6 +272,59 @@ def a_missed_pin_is_not_made_good() -> list[Any]:
     return [mock.patch.object(controller.Controller, "pins", lambda self: {})]
 
 
+def a_lost_connection_is_waited_for() -> list[Any]:
+    """A controller's call waits as long as its link shows the replica, whatever has become of its own connection."""
+    return [mock.patch.object(calls, "OPTIONS", ())]
+
+
+def a_router_ignores_aborts() -> list[Any]:
+    """A client that leaves leaves its request behind."""
+    return [
+        mock.patch.object(router.Router, "abort", lambda self, handle, moved=False: done(False)),
+        mock.patch.object(router.Router, "abort_named", lambda self, request_id, tenant="": done(False)),
+    ]
+
+
+def a_router_ignores_stops() -> list[Any]:
+    """A completion runs on behind its stop string."""
+    return [mock.patch.object(dispatch.Dispatcher, "stop", lambda self, handle, index, outputs: None)]
+
+
+def a_router_looks_at_no_deadline() -> list[Any]:
+    """A request that waits for a replica outlives its deadline."""
+    return [mock.patch.object(dispatch.Dispatcher, "_expire", lambda self, routed, now: None)]
+
+
+def _sent(change: Callable[[Request], Request]) -> list[Any]:
+    start: Any = wire.start
+    return [mock.patch.object(wire, "start", lambda rid, request, *args: start(rid, change(request), *args))]
+
+
+def a_deadline_is_not_told() -> list[Any]:
+    """A replica does not know how long a request may run."""
+    return _sent(lambda request: replace(request, deadline=None))
+
+
+def a_replica_takes_a_tenant_for_another() -> list[Any]:
+    """A replica does not know whose request it is."""
+    return _sent(lambda request: replace(request, tenant=""))
+
+
+def a_priority_is_turned_round() -> list[Any]:
+    """What is urgent comes last."""
+    return _sent(lambda request: replace(request, priority=-request.priority))
+
+
+def a_load_is_answered_at_once() -> list[Any]:
+    """A load does not wait for the routers that follow."""
+    return [mock.patch.object(uses.Uses, "tell", lambda self, epoch, then: then())]
+
+
+def a_version_in_use_is_dropped() -> list[Any]:
+    """A version leaves the replicas as soon as it is not current."""
+    return [mock.patch.object(uses.Uses, "_is_free", lambda self, key, epoch: True)]
+
+
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
 PLANTED: list[Any] = [
     (a_token_is_replayed, r"token \d+ of completion \d+ is not what"),
@@ -279,7 +332,7 @@ PLANTED: list[Any] = [
     (an_attempt_gets_the_version_of_today, r"token \d+ of completion \d+ is not what"),
     (a_replica_ignores_cancels, "runs on, and no router has it"),
     (a_wake_up_is_lost, "a message for r. is not sent"),
-    (a_deadline_is_of_another_clock, "was aborted, and nobody asked for it"),
+    (a_deadline_is_of_another_clock, "with another deadline|was aborted, and nobody asked for it"),
     (silence_is_of_the_wall_clock, "has not ended|is not served|without a reason"),
     (an_old_epoch_is_accepted, "without a reason: the replica has ended the stream"),
     (what_waits_for_a_replica_has_no_bound, r"\d+ messages wait for"),
@@ -297,12 +350,21 @@ PLANTED: list[Any] = [
     (a_pin_reads_what_its_path_has, r"gives up an attempt at r\d, which nothing struck|DataLoss: the files of adapter"),
     (a_replica_that_comes_is_not_asked_for_its_pins, "pins differ"),
     (a_missed_pin_is_not_made_good, "pins differ from the registry's"),
+    (a_lost_connection_is_waited_for, r"the (load|unload|pin) of a\d that came at .* is not answered"),
+    (a_router_ignores_aborts, "runs on without its client"),
+    (a_router_ignores_stops, "runs on behind the stop of completion"),
+    (a_router_looks_at_no_deadline, "runs on behind its deadline"),
+    (a_deadline_is_not_told, "with another deadline"),
+    (a_replica_takes_a_tenant_for_another, "with another tenant"),
+    (a_priority_is_turned_round, "with another priority"),
+    (a_load_is_answered_at_once, r"is loaded as version \d+, and a router serves version \d+"),
+    (a_version_in_use_is_dropped, r"drops a\d@\d+, and request q\d+ uses it"),
 ]
 
 
 MENDED = (
     a_pin_reads_what_its_path_has, a_replica_that_comes_is_not_asked_for_its_pins, a_missed_pin_is_not_made_good,
-    a_lost_routers_requests_run_on,
+    a_lost_routers_requests_run_on, a_lost_connection_is_waited_for,
 )  # fmt: skip
 
 

@@ -10,5 +10,6 @@ blame     which faults have struck whom, and which errors that excuses
 sites, faults  what goes wrong
 heard     what the product logs: an error is a find
 checks    what must hold with every step, and at the end
+promised  what clients are promised while requests run
 world     puts it together, and plays
 """

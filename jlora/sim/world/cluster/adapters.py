@@ -4,6 +4,7 @@ disk may be locked or full. Further routers follow its table.
 
 from __future__ import annotations
 
+import math
 import random
 import sqlite3
 from collections import Counter
@@ -126,10 +127,10 @@ class Adapters:
         self.lives: list[tuple[Fibers, Controller]] = []
         self._net, self._sites = net, sites
 
-    def path(self, name: str) -> str:
-        """A new directory with new weights."""
+    def write(self, name: str, path: str = "") -> str:
+        """New weights, in a new directory or in place of others; where they are."""
         self.number += 1
-        path = f"/adapters/{name}/{self.number}"
+        path = path or f"/adapters/{name}/{self.number}"
         self.disk.files[path] = f"{self.draw.getrandbits(64):016x}"
         return path
 
@@ -181,12 +182,22 @@ class Follower:
         self._uses: Counter[str] = Counter()
         self._epoch = 0
         self._stream: tuple[object, Controller] | None = None
+        self._since = math.inf  # when that began
         self._look()
 
     @property
     def began(self) -> bool:
         """Whether a table has come."""
         return bool(self._epoch)
+
+    def follows(self, seconds: float = 0.0) -> bool:
+        """Whether the controller that lives has known it for so long."""
+        known = self._stream is not None and self._stream[1] is self._adapters.controller
+        return known and self._net.time.now - self._since >= seconds
+
+    def number(self, name: str) -> int:
+        """Of the version that it serves; 0 without one."""
+        return self._versions[name].number if name in self._versions else 0
 
     def follow(self, members: Members) -> None:
         self._members = members
@@ -232,7 +243,7 @@ class Follower:
         if controller is None or self._loop.stopped or not fibers.runs or self._path(fibers).cut:
             return
         if self._stream is None:
-            self._stream = object(), controller
+            self._stream, self._since = (object(), controller), self._net.time.now
             controller.uses.saw(self._stream[0], self._loop.name, 0, ())
         change = controller.table.since(self._epoch)
         if change.whole:

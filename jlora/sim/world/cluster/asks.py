@@ -34,6 +34,7 @@ class Ask:
         lacked: a replica lacked its adapter's files, or memory, and the router asks another one.
         causes: what replicas have said of its attempts: kind of error -> how often.
         final: those after which no other replica is asked.
+        due: why it should have ended -> since when nothing hinders that.
     """
 
     request: Request
@@ -57,6 +58,7 @@ class Ask:
     lacked: bool = False
     causes: Counter[str] = field(default_factory=Counter)
     final: set[str] = field(default_factory=set)
+    due: dict[str, float] = field(default_factory=dict)
     _answers: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 
+KNOWN_S = 10.0  # that a message of the controller may have been under way
 SHORT = "ResourceExhausted"
 LACKS = ("NotFound", "DataLoss", SHORT, "ShortOfMemory")  # with these, a router asks one other replica
 
@@ -69,6 +70,26 @@ class Blame:
     def changed(self, name: str) -> None:
         """An adapter's files are others, or its name stands for another version, or for none."""
         self._changed[name] = self._world.time.now
+
+    def loaded(self, one: Command) -> None:
+        """A load is answered, just now: every router that follows must serve what it has loaded, or something later."""
+        controller, number = self._world.adapters.controller, one.answer.result().uid
+        row = None if controller is None else controller.registry.find(one.name)
+        if row is None or row.uid != number:  # it has been replaced, or unloaded
+            return
+        for follower in self._world.followers:
+            if follower.follows() and not follower.over and follower.number(one.name) < number:
+                was = follower.number(one.name)
+                self.found.append(f"{one.name} is loaded as version {number}, and a router serves version {was}")
+
+    def dropped(self, replica: str, key: str) -> None:
+        """A replica drops a version, as its controller has told it a moment ago."""
+        for router in self._world.routers:
+            if not router.alive or not router.is_known(KNOWN_S):
+                continue
+            for routed in router.router._dispatcher.table.all():
+                if routed.version is not None and routed.version.key == key:
+                    self.found.append(f"{replica} drops {key}, and request {routed.request.id} uses it")
 
     # -- what follows -----------------------------------------------------------------------------
 

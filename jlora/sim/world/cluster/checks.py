@@ -10,8 +10,9 @@ from jlora.cluster.attach import BEAT_S
 from jlora.cluster.link import BEATS, LOOK_S
 from jlora.cluster.requests import MOST_MOVES
 from jlora.cluster.view import Held
+from jlora.sim.world.cluster import promised
 from jlora.sim.world.cluster.asks import Violation
-from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
+from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess, router_of
 
 if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
@@ -24,6 +25,8 @@ STRAY_S = 0.5  # that a request may run on which no router's stream has: a few s
 
 def often(world: World) -> None:
     """Raises Violation."""
+    promised.soon(world)
+    promised.same(world)
     for router in world.routers:
         if router.alive:
             _tables(router)
@@ -94,11 +97,6 @@ def _strays(replica: ReplicaProcess, now: float) -> None:
             raise Violation(f"{replica.name}: request {request} runs on, and no router has it")
 
 
-def router_of(request: str) -> str:
-    """The router of a request, by the name that replicas give it."""
-    return request.partition("@")[2].rpartition(".")[0]
-
-
 def attached(world: World) -> bool:
     """Whether every router has every replica."""
     return all(len(router.router._dispatcher.attached) == len(world.replicas) for router in world.routers)
@@ -145,18 +143,18 @@ def _registry(world: World) -> None:
     file, memory = ({n: (r.uid, r.digest, r.pinned) for n, r in rows.items()} for rows in both)
     if file != memory:
         raise Violation(f"the registry's file has {file}, and its controller {memory}")
-    by_path = {one.path: one for one in world.faults.loads}
+    by_digest = {one.digest: one for one in world.faults.loads}
     for one in world.faults.loads:
         if not one.loaded:
             continue
         info, row = one.answer.result(), written.get(one.name)
-        if info.digest != world.disk.files[one.path]:
+        if info.digest != one.digest:
             raise Violation(f"the load of {one.path} answers with the digest {info.digest}")
         if one.name in world.faults.unloaded:
             continue
         if row is None:
             raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is not known any more")
-        if by_path[row.path].ended < one.begun:
+        if by_digest[row.digest].ended < one.begun:
             raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is {row.uid} again")
 
 

@@ -39,6 +39,7 @@ class Command:
     answer: Future[AdapterInfo]
     life: int
     path: str = ""
+    digest: str = ""  # of what is there
     ended: float = math.inf
     unknown: bool = False
 
@@ -58,6 +59,7 @@ class Faults:
             "net.cut": self._cut,
             "net.reset": lambda: self._reset(True, True),
             "net.half_open": self._half_open,
+            "net.call_lost": self._lose_calls,
             "net.late_hello": self._late_hello,
             "replica.killed": lambda: self._kill_replica(False),
             "replica.lost": lambda: self._kill_replica(True),
@@ -78,6 +80,7 @@ class Faults:
             "clients.flood": self._flood,
         }
         self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
+        self._calls_lost: dict[str, float] = {}  # replica -> when the controller's calls there were lost last
         self._spoiled: dict[str, str] = {}  # path -> what was there
         self.commands: list[Command] = []
         self._going: list[Callable[[], object]] = []  # routers that are about to be gone
@@ -145,7 +148,8 @@ class Faults:
     def disturbed(self, replica: ReplicaProcess, since: float) -> bool:
         """Whether the controller may have failed to reach a replica, since then."""
         router = self._world.routers[0].name
-        return not replica.alive or self._excused.get((router, replica.name), -1.0) >= since
+        last = max(self._excused.get((router, replica.name), -1.0), self._calls_lost.get(replica.name, -1.0))
+        return not replica.alive or last >= since
 
     def hinders(self, router: str, replica: str) -> bool:
         """Whether messages may not arrive just now: also where the other end is gone, and only silence will tell."""
@@ -190,6 +194,18 @@ class Faults:
     def _half_open(self) -> bool:
         end = self._world.draw.random() < 0.5
         return self._reset(end, not end)
+
+    def _lose_calls(self) -> bool:
+        """Of the controller, at one replica; their link is another connection. No loss is excused by it."""
+        world = self._world
+        calls = world.net.calls()
+        if calls:
+            server = world.draw.choice(calls).server
+            self._calls_lost[server.name] = world.time.now
+            for call in calls:
+                if call.server is server:
+                    call.reset(client=False)
+        return bool(calls)
 
     def _late_hello(self) -> bool:
         """No loss is excused by it."""
@@ -322,20 +338,52 @@ class Faults:
 
     def load(self, name: str) -> bool:
         """A client loads new weights under a name, which may be in use."""
-        adapters, router = self._world.adapters, self._world.routers[0]
+        router = self._world.routers[0]
         if not router.alive:
             return False
-        path = adapters.path(name)
+        path = self._written(name)
         self._command("load", name, router.router.load_adapter(name, path, replace=True), path)
         return True
 
+    def _written(self, name: str) -> str:
+        """Where new weights are: often in place of those that are served, unless somebody may read these just now."""
+        world, path = self._world, ""
+        assert world.adapters.controller is not None
+        row = world.adapters.controller.registry.find(name)
+        if row is not None and row.path not in (*self._loading(), *self._spoiled) and world.draw.random() < 0.6:
+            path = row.path
+            world.blame.changed(name)
+        return world.adapters.write(name, path)
+
+    def _loading(self) -> list[str]:
+        life = len(self._world.adapters.lives)
+        return [one.path for one in self.loads if not one.answer.done() and one.life == life]
+
+    def restore(self) -> None:
+        """An owner puts back what is served, where a load that came to nothing has overwritten it."""
+        world, loading = self._world, self._loading()
+        assert world.adapters.controller is not None
+        for row in world.adapters.controller.registry.all():
+            there = self._spoiled if row.path in self._spoiled else world.disk.files
+            if there[row.path] != row.digest and row.path not in loading:
+                there[row.path] = row.digest
+                world.blame.changed(row.name)
+
     def _command(self, kind: str, name: str, answer: Future[AdapterInfo], path: str = "") -> None:
         world = self._world
-        command = Command(kind, name, world.time.now, answer, len(world.adapters.lives), path)
+        digest = world.disk.files.get(path, "")
+        command = Command(kind, name, world.time.now, answer, len(world.adapters.lives), path, digest)
         assert world.adapters.controller is not None
         command.unknown = world.adapters.controller.registry.find(name) is None
-        answer.add_done_callback(lambda _: setattr(command, "ended", world.time.now))
         self.commands.append(command)
+
+        def ended(_: object) -> None:
+            command.ended = world.time.now
+            if command.loaded and kind == "load":
+                world.blame.loaded(command)
+            self.restore()
+
+        answer.add_done_callback(ended)
 
     def _name(self) -> str:
         return self._world.draw.choice(NAMES)
@@ -357,8 +405,8 @@ class Faults:
     def _change(self) -> bool:
         """The files of an adapter are others for a while."""
         world = self._world
-        loaded = [one for one in self.loads if one.loaded]
-        path = world.draw.choice([one.path for one in loaded] or [""])
+        loaded, loading = [one for one in self.loads if one.loaded], self._loading()
+        path = world.draw.choice([one.path for one in loaded if one.path not in loading] or [""])
         if not path or path in self._spoiled:
             return False
         self._spoiled[path] = world.disk.files[path]

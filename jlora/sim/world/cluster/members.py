@@ -25,9 +25,10 @@ from jlora.replica import ReplicaInfo
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2_grpc as public
 from jlora.serve.services import AdaptersServicer
+from jlora.sim.world.cluster.adapters import Follower
 from jlora.sim.world.cluster.blame import Blame
 from jlora.sim.world.cluster.loop import Loop
-from jlora.sim.world.cluster.model import SPOILED, STEP_S, Disk, ModelReplica
+from jlora.sim.world.cluster.model import STEP_S, Disk, ModelReplica
 from jlora.sim.world.cluster.net import Net, Server, Wires
 from jlora.sim.world.sites import Sites
 
@@ -36,6 +37,11 @@ SLOW_S = (0.5, 2.0)  # from a slow disk
 # The solver has all its time: how fast this machine is must not change its answer.
 BALANCE = balance.Terms(queue_s=0.1, limit_s=60.0)
 ATTACH = "/jlora.cluster.v1.Link/Attach"
+
+
+def router_of(request: str) -> str:
+    """The router of a request, by the name that replicas give it."""
+    return request.partition("@")[2].rpartition(".")[0]
 
 
 @dataclass
@@ -65,6 +71,7 @@ class ReplicaProcess:
     buried: list[Loop] = field(default_factory=list)
     restarts: bool = False  # somebody will start it again
     strays: dict[int, float] = field(default_factory=dict)  # requests that no stream has, and since when
+    compared: int = 0  # the last handle whose request was compared with its client's
 
     def start(self, keep_address: bool = False) -> None:
         grounds = self.grounds
@@ -73,10 +80,11 @@ class ReplicaProcess:
             self.address = f"{self.name}:{self.life}"
         self.loop = Loop(self.name, grounds.net.time)
         self.buried.append(self.loop)
-        self.strays, self.restarts = {}, False
+        self.strays, self.restarts, self.compared = {}, False, 0
         step_s = grounds.draw.uniform(*STEP_S)
         struck = partial(grounds.blame.attempt, self.name)
-        self.replica = ModelReplica(self.loop, grounds.disk, grounds.draw, grounds.info, struck, step_s)
+        dropped = partial(grounds.blame.dropped, self.name)
+        self.replica = ModelReplica(self.loop, grounds.disk, grounds.draw, grounds.info, struck, dropped, step_s)
         model: Any = self.replica
         self.backend = Backend(replica=model, started=0.0)
         self.servicer = LinkServicer(self.backend, self.name, Secret(), self._adopt, self.replica.records)
@@ -89,6 +97,11 @@ class ReplicaProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
+
+    @property
+    def works(self) -> bool:
+        """Whether its process and its engine run."""
+        return self.alive and not (self.loop.stopped or self.replica.hung or self.replica.compiling)
 
     @property
     def streams(self) -> list[Stream]:
@@ -111,7 +124,7 @@ class ReplicaProcess:
         if sites.fires("load.killed"):
             self.kill()
             await asyncio.sleep(0)  # nothing of the process runs from here on
-        if self.grounds.disk.files.get(version.path) == SPOILED:
+        if version.digest and self.grounds.disk.files.get(version.path) not in (None, version.digest):
             self.grounds.blame.unread(self.name, version.key, "DataLoss")
         with suppress(AlreadyExists):
             self.replica.adopt(version.key, version.path, version.digest)
@@ -123,7 +136,7 @@ class RouterProcess:
 
     name: str
     grounds: Grounds
-    policy: type[Policy]
+    policy: Callable[[], Policy]
     balance_s: float = 0.0
     life: int = 0
     loop: Loop = field(init=False)
@@ -158,6 +171,10 @@ class RouterProcess:
     def id(self) -> str:
         """Unlike that of every other life."""
         return f"{self.name}.{self.life}"
+
+    def is_known(self, seconds: float) -> bool:
+        """Whether the controller that lives has known for so long what it uses."""
+        return not isinstance(self.directory, Follower) or self.directory.follows(seconds)
 
     @property
     def waits_for_table(self) -> bool:

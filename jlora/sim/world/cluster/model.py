@@ -102,6 +102,7 @@ class ModelReplica:
         hung: the engine stands, and its process speaks.
         compiles: a step compiles until then.
         struck: hears of a request that the model itself fails, and with which kind of error.
+        dropped: hears of a version that is unloaded.
         fails: what the next step does to one request of it.
         live: by handle; `steps` counts.
     """
@@ -111,6 +112,7 @@ class ModelReplica:
     draw: random.Random
     constants: ReplicaInfo
     struck: Callable[[str, str], None]
+    dropped: Callable[[str], None]
     step_s: float = 0.02
     hung: bool = False
     compiles: float = 0.0
@@ -229,6 +231,7 @@ class ModelReplica:
         def unload() -> AdapterInfo:
             told = self._info(name)
             del self.adapters_here[name]
+            self.dropped(name)
             return told
 
         return self._between_steps(unload)

@@ -11,6 +11,7 @@ nothing), and an old hello that comes late.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -137,6 +138,9 @@ class Stream:
     def __init__(self, net: Net, client: Loop | None, server: Loop, path: Path):
         """Without a client, what the server sends goes nowhere."""
         self.client, self.server, self.path = client, server, path
+        self.waited = False  # a thread waits for its one answer
+        self.alive_s = math.inf  # after which its client sees that the connection is gone
+        self._net = net
         self.up = Pipe(net, path, server)
         self.down = Pipe(net, path, client or server)
         self.task: asyncio.Task[None] | None = None  # the handler
@@ -161,6 +165,13 @@ class Stream:
             self.up.broken = True
             self.up.wake_writer()
             self.cancel_handler()
+        if not client:
+            self.fall_silent()
+
+    def fall_silent(self) -> None:
+        """Nobody tells the client that the connection is gone: its pings do, if it sends any."""
+        if self.alive_s < math.inf:
+            self._net.time.after(self.alive_s, partial(self.reset, True, False))
 
 
 class Call:
@@ -296,6 +307,10 @@ class Net:
         names = {one, other}
         return [s for s in self.streams if s.client is not None and {s.client.name, s.server.name} == names]
 
+    def calls(self) -> list[Stream]:
+        """Those of threads, under way."""
+        return [s for s in self.streams if s.waited and not s.over]
+
     def open(self, client: Loop, address: str, method: str, metadata: Sequence[tuple[str, str]]) -> Stream:
         """A call begins. Nobody listens: it is refused."""
         server = self._servers.get(address)
@@ -327,7 +342,9 @@ class Net:
                 continue
             if stream.server is loop:
                 stream.over = True
-                if not silent:
+                if silent:
+                    stream.fall_silent()
+                else:
                     self._tell(stream, client=True)
             elif stream.client is loop and not silent:
                 self._tell(stream, client=False)

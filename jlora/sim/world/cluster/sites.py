@@ -11,6 +11,7 @@ SITES: Mapping[str, Site] = {
     "net.cut": Site("two processes do not reach each other for a while", 0.01),
     "net.reset": Site("a stream breaks, and what was on its way is lost", 0.02),
     "net.half_open": Site("a stream breaks, and one end learns nothing of it", 0.01),
+    "net.call_lost": Site("the controller's connection to a replica is gone, and it learns nothing of it", 0.1),
     "net.late_hello": Site("the first message of an earlier stream comes once more", 0.02),
     "replica.killed": Site("a replica's process is killed; it starts again", 0.01),
     "replica.lost": Site("a replica's machine is gone: nobody is told", 0.01),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,19 +82,24 @@ class Waits(Wires):
         object.__setattr__(self, "_fibers", fibers)
 
     def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> Any:
-        return Channel(self._net, self._client, self._fibers, server)
+        pings = dict(options)
+        alive_s = sum(pings.get(f"grpc.keepalive_{part}_ms", math.inf) for part in ("time", "timeout")) / 1e3
+        return Channel(self._net, self._client, self._fibers, server, alive_s)
 
 
 class Channel:
     """A connection for fibers."""
 
-    def __init__(self, net: Net, client: Loop, fibers: Fibers, address: str):
+    def __init__(self, net: Net, client: Loop, fibers: Fibers, address: str, alive_s: float):
+        """`alive_s`: after which it is seen to be gone."""
         self._net, self._client, self._fibers, self._address = net, client, fibers, address
+        self._alive_s = alive_s
         self._calls: list[Answer] = []
 
     def unary_unary(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Unary:
         def begin(message: Any, timeout: float) -> Answer:
             stream = self._net.open(self._client, self._address, method, ())
+            stream.waited, stream.alive_s = True, self._alive_s
             answer = Answer(self._fibers, stream, response_deserializer)
             stream.up.send(request_serializer(message))
             self._net.time.after(timeout, answer.expire)

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from jlora.cluster.directory import Directory
-from jlora.cluster.routing.least_loaded import LeastLoaded
-from jlora.cluster.routing.session import SessionSticky
+from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.errors import JloraError
 from jlora.sim.world.cluster import checks
 from jlora.sim.world.cluster.adapters import HOLD_S, NAMES, Adapters, Follower
@@ -41,6 +41,8 @@ ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, an
 LONG = 4000  # tokens: more than a world has time for
 SESSIONS = ("", "", "s", "t")
 ASKS = 0.12  # requests that come with a step
+CALL_S = 10.0  # in which what was lost of a command is asked of two other replicas
+STEPS = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)  # what policies take a step's time for
 
 
 class World:
@@ -65,11 +67,13 @@ class World:
         )
         self.adapters = Adapters(self.net, self.disk, self.sites, draw, self.blame)
         self.replicas = [ReplicaProcess(f"r{i}", self.grounds) for i in range(draw.randint(2, 3))]
-        policy = draw.choice((LeastLoaded, SessionSticky))
+        known = Known(STEPS, batch=self.grounds.info.config.engine.max_seqs)
+        policy = partial(ROUTES[draw.choice(sorted(ROUTES))], known)
         balance_s = draw.choice((0.0, 0.15, 0.4))
         routers = range(draw.choice((1, 1, 2)))
         self.routers = [RouterProcess(f"router{i}", self.grounds, policy, balance_s) for i in routers]
         self.asks: list[Ask] = []
+        self.going: list[Ask] = []  # those that are not over
         self.followers: list[Follower] = []
         self.gone: dict[str, float] = {}  # lives of routers, and when they ended
         self.heard = Heard(self)
@@ -92,7 +96,9 @@ class World:
         def directory(loop: Loop) -> Any:
             told = partial(self.current, router)
             if router is self.routers[0]:
-                return self.adapters.begin(loop, told, self.faults.controller_dies)
+                controller = self.adapters.begin(loop, told, self.faults.controller_dies)
+                self.faults.restore()
+                return controller
             self.followers = [one for one in self.followers if not one.over]
             self.followers.append(Follower(self.adapters, self.net, loop, told))
             return self.followers[-1]
@@ -128,6 +134,7 @@ class World:
             max_tokens=LONG if long else draw.randint(1, 24),
             n=1 if plain else draw.choice((1, 1, 1, 2)),
             seed=draw.getrandbits(63),
+            stop_token_ids=draw.choice(((), (1, 2))),  # which the model does not heed
         )
         request = Request(
             id=f"q{len(self.asks)}",
@@ -137,10 +144,13 @@ class World:
             priority=draw.choice((0, 0, 1)),
             tenant=draw.choice(("", "t")),
             session=draw.choice(SESSIONS),
+            cache_salt=draw.choice(("", "s")),
+            bypass_prefix_cache=draw.random() < 0.2,
             deadline=None if plain or draw.random() < 0.8 else now + draw.uniform(0.02, 3.0),
         )
         ask = Ask(request, [digest] if digest else [], self.time, router, self.blame.judge)
         self.asks.append(ask)
+        self.going.append(ask)
         self.journal.write(f"{now:.6f} {router.name} is asked {request.id} for {name}")
         ask.submitted = router.router.submit(request, ask.hear)
         ask.submitted.add_done_callback(ask.answered)
@@ -219,7 +229,8 @@ class World:
             raise Violation(f"pins differ from the registry's: {[r.replica.adapters_here for r in self.replicas]}")
         self.heard.check()
         # What a router that is gone may still use is unloaded a while later.
-        self.time.run(self.time.now + HOLD_S + STEP_S, lambda: not any(map(self._unanswered, self.faults.commands)))
+        limit = self.time.now + HOLD_S + CALL_S
+        self.time.run(limit, lambda: not any(map(self._unanswered, self.faults.commands)))
         self._commands()
         self.time.run(self.time.now + PATH_S, lambda: not checks.running(self))  # a cancel may be on its way
         checks.at_end(self)
