@@ -33,7 +33,7 @@ class Rule:
         ahead: requests go to a new home when it has the adapter; until then its part of them stays with the old homes.
             Else at once, and the first one fetches it.
         routed: requests go to homes alone, so copies elsewhere are dropped. Else replicas' caches say what they keep.
-        slack: LoRAServe's homes stay while each replica's utilisation is this near to the mean.
+        slack: LoRAServe's homes stay while no replica has this much more to do than the mean; see `loraserve`.
     """
 
     kind: Kind = "loraserve"

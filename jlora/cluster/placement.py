@@ -6,6 +6,7 @@ adapter's tokens per second over the operating point of its rank: what share of 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from scipy.optimize import linear_sum_assignment
 
 Placement = Mapping[str, Mapping[str, float]]  # adapter -> server -> its part
 LEAST = 1e-9  # utilisation below this is none
-SLACK = 0.25  # of the mean: how far from it a server's utilisation may be before adapters move
+QUIET = 0.1  # utilisation below which a server need not give anything away
+SLACK = 0.25  # of the mean: how much more a server may have to do before adapters move
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,14 @@ class _Bin:
         self.used += used
         self.rank = max(self.rank, adapter.rank)
 
+    def take(self, key: str, part: float, use: float) -> float:
+        """Takes a part of an adapter out, and returns it. `use`: of the whole adapter."""
+        self.used -= part * use
+        self.parts[key] -= part
+        if self.parts[key] <= LEAST:
+            del self.parts[key]
+        return part
+
 
 def loraserve(
     servers: Sequence[str],
@@ -54,12 +64,14 @@ def loraserve(
     Args:
         points: tokens per second of a server by rank.
         last: the placement so far.
-        slack: while `last` keeps each server's utilisation this near to the mean, no home moves (ours; the paper's: 0).
+        slack: while no server has this much more than the mean, nothing moves, and then only what is above the mean
+            does (ours). 0: the paper's rule.
     """
     use = {adapter.key: adapter.rate / points[adapter.rank] for adapter in adapters}
     target = sum(use.values()) / len(servers)
-    band = (1 - slack) * target, (1 + slack) * target
-    if slack and last and (kept := _kept(servers, adapters, use, last, band)):
+    # Above 1, a server is slower than it should be; with all of them near it, noise may still take one above.
+    most = max(QUIET, min((1 + slack) * target, max((1 + slack / 2) * target, 1.0)))
+    if slack and last and (kept := _kept(servers, adapters, use, last, most)):
         return kept
     by_rank: dict[int, list[Wanted]] = {}
     for adapter in sorted(adapters, key=lambda a: (-a.rank, -use[a.key], a.key)):
@@ -135,25 +147,62 @@ def _kept(
     adapters: Sequence[Wanted],
     use: Mapping[str, float],
     last: Placement,
-    band: tuple[float, float],
+    most: float,
 ) -> Placement | None:
-    """The last placement, with homes for newcomers, if it suits: demand is noisy, and each new home is a transfer.
+    """The last placement, without what servers have above `most`, and with homes for newcomers.
 
-    None if a server's utilisation is outside the band, or if a newcomer brings a server a higher rank.
+    Demand is noisy, and each new home is a transfer. None if that does not do: a server has no home at all, as one that
+    has come, or there is too little room where an adapter may go. That is on servers of its rank or a higher one; an
+    adapter that leaves a server goes to no higher rank than that server's, or ranks would mix more and more.
     """
-    low, high = band
     bins = {server: _Bin() for server in servers}
-    newcomers = []
+    left: list[tuple[Wanted, float, float]] = []  # with its part, and the highest rank of a server that it may go to
     for adapter in sorted(adapters, key=lambda a: (-a.rank, -use[a.key], a.key)):
         homes = {server: part for server, part in last.get(adapter.key, {}).items() if server in bins}
         for server, part in _normalised(homes).items():
             bins[server].add(adapter, part, part * use[adapter.key])
-        newcomers += [] if homes else [adapter]
-    ranks = [each.rank for each in bins.values()]
-    for adapter in newcomers:
-        _place_left(list(bins.values()), adapter, 1.0, use[adapter.key], high)
-    suits = all(low <= each.used <= high for each in bins.values()) and ranks == [each.rank for each in bins.values()]
-    return _placed(bins, adapters) if suits else None
+        left += [] if homes else [(adapter, 1.0, math.inf)]
+    if not all(each.parts for each in bins.values()):
+        return None
+    by_key = {adapter.key: adapter for adapter in adapters}
+    mean = sum(use.values()) / len(servers)
+    for each in bins.values():
+        left += [
+            (by_key[key], part, each.rank) for key, part in (_cut(each, use, mean, most) if each.used > most else ())
+        ]
+    placed = [
+        _place_beside(
+            [each for each in bins.values() if adapter.rank <= each.rank <= highest], adapter, part, use, most
+        )
+        for adapter, part, highest in left
+    ]
+    return _placed(bins, adapters) if all(placed) else None
+
+
+def _place_beside(bins: Sequence[_Bin], adapter: Wanted, part: float, uses: Mapping[str, float], most: float) -> bool:
+    """To those with room, the lowest rank first; False if they have too little."""
+    use = uses[adapter.key]
+    while part > LEAST:
+        room = [each for each in bins if each.used < most - LEAST]
+        if not room:
+            return False
+        chosen = min(room, key=lambda each: (each.rank, each.used))
+        taken = part if use <= LEAST else min(part, (most - chosen.used) / use)
+        chosen.add(adapter, taken, taken * use)
+        part -= taken
+    return True
+
+
+def _cut(each: _Bin, use: Mapping[str, float], mean: float, most: float) -> list[tuple[str, float]]:
+    """Takes what a server has above the mean: whole adapters, the largest that fit, and a part of one if it must."""
+    taken = []
+    for key in sorted(each.parts, key=lambda key: -each.parts[key] * use[key]):
+        if LEAST < each.parts[key] * use[key] <= each.used - mean:
+            taken.append((key, each.take(key, each.parts[key], use[key])))
+    if each.used > most:
+        key = max(each.parts, key=lambda key: each.parts[key] * use[key])
+        taken.append((key, each.take(key, (each.used - mean) / use[key], use[key])))
+    return taken
 
 
 def _permuted(bins: Sequence[_Bin], servers: Sequence[str], adapters: Sequence[Wanted], last: Placement) -> Placement:

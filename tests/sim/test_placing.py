@@ -54,8 +54,8 @@ def test_adapters_follow_the_demand_and_every_request_is_answered(ahead: bool):
     before = dict(placing.table.parts)
     fleet.run()
     assert len(fleet.asks) == 120 and all(ask.usage for ask in fleet.asks)
-    fetched, dropped = moves(before, placing.table.parts)
-    assert fetched and dropped and placing.moved >= len(fetched)
+    fetched, _ = moves(before, placing.table.parts)
+    assert fetched and placing.moved >= len(fetched)
     assert sum(len(parts) for key, parts in placing.table.parts.items() if key in "23") >= 3  # most servers
     cold = [ask for ask in fleet.asks if ask.first - ask.sent > 0.3]
     assert bool(cold) != ahead  # a request waits for a fetch only where it was not made ahead
