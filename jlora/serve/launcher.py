@@ -259,7 +259,12 @@ async def _ready(where: str, replica: Replica) -> str:
     return f"jlora ready {where} model={replica.info.model} adapters={adapters} blocks={blocks}"
 
 
-ENGINE = Program("jlora serve", _load, _ready, check=lambda config: hub.local(config.model.path))
+def _check(config: Config) -> None:
+    if config.model.path:  # else the start says so
+        hub.local(config.model.path)
+
+
+ENGINE = Program("jlora serve", _load, _ready, check=_check)
 
 
 def load(config: Config) -> tuple[Replica, Tokenizer | None]:

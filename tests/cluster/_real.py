@@ -111,7 +111,12 @@ def cluster(model: Path, adapters: Mapping[str, str], alone: bool = True, count:
         for seat in seats:
             seat.start()
             opened.callback(seat.kill)
-        router = loop.run(_router({name: Version(name, 1, path) for name, path in adapters.items()}, config))
+        invoked = {"check": INVOCATION}  # as a controller has read it
+        versions = {
+            name: Version(name, 1, path, alora_invocation_tokens=tuple(invoked.get(name, ())))
+            for name, path in adapters.items()
+        }
+        router = loop.run(_router(versions, config))
         opened.callback(router.close)
         router.place({seat.name: seat.address for seat in seats})
         wait_for(lambda: len(router.replicas) == count)
