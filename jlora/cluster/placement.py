@@ -167,16 +167,13 @@ def _kept(
     by_key = {adapter.key: adapter for adapter in adapters}
     mean = sum(use.values()) / len(servers)
     for each in bins.values():
-        left += [
-            (by_key[key], part, each.rank) for key, part in (_cut(each, use, mean, most) if each.used > most else ())
-        ]
-    placed = [
-        _place_beside(
-            [each for each in bins.values() if adapter.rank <= each.rank <= highest], adapter, part, use, most
-        )
-        for adapter, part, highest in left
-    ]
-    return _placed(bins, adapters) if all(placed) else None
+        if each.used > most:
+            left += [(by_key[key], part, each.rank) for key, part in _cut(each, use, mean, most)]
+    for adapter, part, highest in left:
+        may = [each for each in bins.values() if adapter.rank <= each.rank <= highest]
+        if not _place_beside(may, adapter, part, use, most):
+            return None
+    return _placed(bins, adapters)
 
 
 def _place_beside(bins: Sequence[_Bin], adapter: Wanted, part: float, uses: Mapping[str, float], most: float) -> bool:
