@@ -143,6 +143,8 @@ def test_flags_are_names_of_keys(tmp_path: Path):
         (["--model", "x", "--adaptor=a=b"], "the nearest valid one is '--adapter'"),
         (["--tens", "2"], "the nearest valid one is '--tensor-parallel-size'"),  # which it begins
         (["--model", "x", "--qqqqq"], "unknown flag '--qqqqq' (see jlora serve --help)"),
+        (["--model", "x", "--engine.max_seqs=4"], "unknown flag '--engine.max_seqs': give --set engine.max_seqs=VALUE"),
+        (["--model", "x", "--max-seqs", "4"], "unknown flag '--max-seqs': give --set engine.max_seqs=VALUE"),
         (["--model", "x", "--set", "q.q=4"], "unknown key 'q.q' (see"),
         (["--model", "x", "--set", "qqqqq=4"], "unknown key 'qqqqq' (see"),
         (["--mod", "x"], "--model"),  # abbreviations are not guessed

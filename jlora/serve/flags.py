@@ -52,6 +52,10 @@ class Parser(argparse.ArgumentParser):
             if flag is None:
                 self.error(f"unexpected argument {rest[0]!r}")
             known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            word = flag.lstrip("-").replace("-", "_")
+            key = next((key for key in configuration.keys() if word in (key, key.partition(".")[2])), None)
+            if key is not None and "--set" in known:
+                self.error(f"unknown flag {flag!r}: give --set {key}=VALUE")
             self.error(configuration.unknown("flag", flag, known))
         return args
 
