@@ -24,7 +24,6 @@ COUNTERS = (
     "read_s", "commit_s",
 )  # fmt: skip
 MERGE_COUNTERS = ("switches", "reloads")  # of `MergeState`
-LATE_S = 4.0  # two processes of one name begin further apart: the second has to start; clocks of machines part by less
 CACHE_NOW = ("in_flight", "invalid_kv")  # of `CacheState`
 CACHE_COUNTERS = tuple(
     field.name for field in dataclasses.fields(CacheState) if field.name not in ("policy", "hbm", "host", *CACHE_NOW)
@@ -95,14 +94,14 @@ class _Life:
     """One process of a replica, as its last answer showed it.
 
     Attributes:
-        asked: when it was asked for this answer; uptime_s: what it said then.
-        latest: when it has begun, at the latest. All by the router's clock.
+        process: its name.
+        asked: when it was asked for this answer, by the router's clock; uptime_s: what it said then.
         now: its counters; first: what they were before they counted here.
     """
 
+    process: str
     asked: float
     uptime_s: float
-    latest: float
     now: Mapping[str, float]
     first: Mapping[str, float]
 
@@ -129,16 +128,18 @@ class Counted:
             counts = {key: getattr(server, key) for key in COUNTERS}
             counts |= {key: getattr(server.merge, key) for key in MERGE_COUNTERS}
             counts |= {key: getattr(cache, key) for key in CACHE_COUNTERS}
-            latest, last = now - server.uptime_s, self._lives.get(name)
-            if last is None or asked - server.uptime_s > last.latest + LATE_S:  # another process has the name
+            last = self._lives.get(name)
+            if last is not None and asked < last.asked:
+                continue  # a later answer has been heard already
+            if last is None or server.process != last.process:
                 if last is not None:
                     self._before.update({key: last.total(key) for key in counts})
-                first = counts if latest < self._began else dict.fromkeys(counts, 0)
-            elif asked < last.asked or server.uptime_s < last.uptime_s:  # a later answer has been heard already
-                continue
+                first = counts if now - server.uptime_s < self._began else dict.fromkeys(counts, 0)
+            elif server.uptime_s < last.uptime_s:
+                continue  # as above
             else:
                 first = last.first
-            self._lives[name] = _Life(asked, server.uptime_s, latest, counts, first)
+            self._lives[name] = _Life(server.process, asked, server.uptime_s, counts, first)
 
     def total(self, key: str) -> Any:
         """The sum over all processes that this router has heard of."""

@@ -6,10 +6,12 @@ The ports open before the weights are read, so a call may arrive while there is 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jlora.adapters.invocation import NotInvoked
@@ -43,7 +45,7 @@ class Backend:
         serving: what health says: loaded, not draining, and the engine moves. The gRPC server's watch sets it.
         live: what health's service `live` says: nothing has been seen to stand. Likewise.
         draining: True once new requests are refused for good.
-        started: `time.monotonic()` when the process began to load.
+        started: `time.monotonic()` when the process began to load; process: a name that no other has.
         most: completions that the gRPC server is made for; at least `BURST`, so that bursts are answered.
         tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
@@ -61,6 +63,7 @@ class Backend:
     draining: bool = False
     most: int = BURST
     started: float = field(default_factory=time.monotonic)
+    process: str = field(default_factory=partial(secrets.token_hex, 8))
     recent: Recent = field(default_factory=Recent)
     strip: Strip = field(default_factory=Strip)
     observed: Observed = field(default_factory=Observed)

@@ -168,6 +168,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             block_tokens=info.block_tokens,
             config=_public_config(info.config),
             start_s=info.start_s,
+            process=self._backend.process,
             uptime_s=time.monotonic() - self._backend.started,
             draining=self._backend.draining,
             text=tokenizer is not None,
