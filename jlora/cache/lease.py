@@ -34,13 +34,16 @@ class Lease:
         return self.origin.adapter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Want:
     """What a queued sequence will need; others leave before it."""
 
     adapter: AdapterNode
-    nodes: tuple[Node, ...]  # the adapter, and the last nodes of its prefix that are on the device and on the host
+    # The adapter, and the last nodes of its prefix that are on the device and on the host. None of these while the
+    # adapter is on the disk.
+    nodes: tuple[Node, ...]
     place: int  # in the order of service, smaller ones sooner
+    begun: bool  # the sequence has drawn tokens before
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease, Pins, Sizes, Want
@@ -69,6 +69,7 @@ class CacheManager:
         # would keep an adapter in memory which the disk has.
         self.give_way_to = math.inf
         self._pinned: set[AdapterNode] = set()
+        self._wants: dict[Want, None] = {}  # of the queued sequences (a dict as an ordered set)
         backs_up = self.prefix_reuse and policy.saves_ahead
         self._monitor = Monitor(self._cells, monitor_s, backs_up, sizes.spare)
 
@@ -181,13 +182,30 @@ class CacheManager:
         """Drops the idle adapter that the queue needs last to the disk, for the request at `place`.
 
         None, and nothing has changed, unless all those that the queue needs behind `place` would make room for `size`
-        host blocks. The requests for the adapter wait now until it is read again.
+        host blocks. The requests for the adapter wait now until it is read again. One whose answer has begun would
+        break off if that failed, so its adapter stays.
         """
-        later = self._cells.displaceable(place)
-        if not later or self._cells.room_with_shelf() + sum(node.size for node in later) < size:
+        begun = {want.adapter for want in self._wants if want.begun}
+        later = [node for node in self._cells.displaceable(place) if node not in begun]
+        room = self._cells.room_with_shelf() + sum(node.size for node in later)
+        if not later or room < size or room - self._kept_beside(later) < size:
             return None
         self._cells.displace(later[-1])
+        for want in self._wants:
+            if want.adapter is later[-1]:
+                self._unwant(want, 1)
         return later[-1]
+
+    def _kept_beside(self, leaving: Collection[AdapterNode]) -> int:
+        """Host blocks of KV that copies under way and the queue keep there when these adapters have left."""
+        wanted = [node for want in self._wants if want.adapter not in leaving for node in want.nodes]
+        kept: set[Node] = set()
+        for last in (*self._cells.traffic.flying, *wanted):
+            node: Node | None = last
+            while node is not None and node.kind == KV and node not in kept and (node.moving or not node.device):
+                kept.add(node)
+                node = node.parent  # it stays as long as what hangs below it
+        return sum(len(node.host) for node in kept)
 
     def cancel(self, blocks: Sequence[int]) -> None:
         self.reserved.difference_update(blocks)
@@ -276,24 +294,35 @@ class CacheManager:
 
     # -- the queue ----------------------------------------------------------------------------
 
-    def expect(self, origin: Origin, tokens: Sequence[int], reuse: bool, place: int) -> Want:
-        """The queued sequence at this place of the order of service will need this adapter version and prefix."""
+    def expect(self, origin: Origin, tokens: Sequence[int], reuse: bool, place: int, begun: bool = False) -> Want:
+        """The queued sequence at this place of the order of service will need this adapter version and prefix.
+
+        `begun`: it has drawn tokens before, which its client may have.
+        """
         adapter = origin.adapter
         assert self.adapters.get(adapter.uid) is adapter, "a sequence is queued for an adapter version that is gone"
         nodes: list[Node] = [adapter]
-        if reuse and self.prefix_reuse:
+        if reuse and self.prefix_reuse and not adapter.reading:  # or its prefix might keep the room that this needs
             path = self.tree.match(origin, tokens, limit=len(tokens) - 1)
             resident = [node for node in path if node.device]
             nodes += dict.fromkeys((*resident[-1:], *path[-1:]))  # the nodes above are kept by them
         for node in nodes:
             self._cells.want(node, place)
-        return Want(adapter, tuple(nodes), place)
+        want = Want(adapter, tuple(nodes), place, begun)
+        self._wants[want] = None
+        return want
 
     def unexpect(self, want: Want) -> None:
         """The queued sequence runs or is gone."""
-        for node in want.nodes:
-            self._cells.unwant(node, want.place)
+        del self._wants[want]
+        self._unwant(want, 0)
         self._cells.retire(want.adapter)
+
+    def _unwant(self, want: Want, first: int) -> None:
+        """The queued sequence needs only the first so many of its nodes any more."""
+        for node in want.nodes[first:]:
+            self._cells.unwant(node, want.place)
+        want.nodes = want.nodes[:first]
 
     def serve(self, place: int) -> None:
         """The sequence at this place has got its lease."""

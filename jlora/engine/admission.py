@@ -97,7 +97,8 @@ class Admission:
         """If it raises, the sequence is not in the queue."""
         shares = self._shares.get(sequence.request.priority, Shares())
         sequence.rank = shares.rank(sequence)
-        want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
+        origin, begun = sequence.origin, sequence.drawn + sequence.in_flight > 0
+        want = self._manager.expect(origin, sequence.tokens, sequence.reuses, sequence.place, begun)
         try:
             shares.enter(sequence)
         except BaseException:
@@ -201,8 +202,9 @@ class Admission:
         adapter = sequence.adapter
         if adapter.reading or not self._turns.may_run(sequence):
             return True
-        leaves = adapter.backed and not (adapter.dying or adapter.pinned)  # the others keep their memory anyway
-        if leaves and sequence.place > self._manager.give_way_to:
+        assert sequence.want is not None
+        stays = adapter.dying or adapter.pinned or not adapter.backed or sequence.want.begun  # in memory anyway
+        if not stays and sequence.place > self._manager.give_way_to:
             return True
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and not leader.drawn

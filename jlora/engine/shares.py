@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 
 from jlora.cache.tree import AdapterNode
@@ -107,14 +108,18 @@ class Shares:
                 bisect.insort(account_of(sequence).here, sequence, key=LINE)
 
     def owed(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Queued sequences for which running ones of this priority's other tenants should make way (`owes`)."""
+        """Queued sequences for which running ones of this priority's other tenants should make way (`owes`).
+
+        Those whose adapter comes from the disk hold up no other of their tenant.
+        """
         if len(self._accounts) < 2:
             return iter(())
         others = {account_of(s) for s in running}
         most = max((account.running for account in others), default=0)
         richest = max((account.served for account in others), default=0.0)
-        short = [(a, (most - a.leased) // 2) for a in self._waiting.values() if a.served <= richest + AHEAD]
-        return _in_turn([(account.served, account.line[:count]) for account, count in short if count > 0])
+        short = [(a, max(0, (most - a.leased) // 2)) for a in self._waiting.values() if a.served <= richest + AHEAD]
+        able = [(a.served, list(islice((s for s in a.line if not s.adapter.reading), count))) for a, count in short]
+        return _in_turn((served, line) for served, line in able if line)
 
     def rank(self, sequence: Sequence) -> int:
         """Its order, moved between the ranks of the queued sequences before and behind it in line."""

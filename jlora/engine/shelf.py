@@ -13,7 +13,8 @@ adapter larger than what stays of the host (`CacheManager.host_room`) waits alon
 
 Adapters that always have requests would keep their memory for ever. So once `OVERTAKES` requests have been
 admitted while a reading waited, idle adapters make way for it although later requests wait for them, and
-later requests are not admitted where they would keep another one in memory.
+later requests are not admitted where they would keep another one in memory. A request that has answered in part
+keeps its adapter, and is admitted: it ends.
 """
 
 from __future__ import annotations

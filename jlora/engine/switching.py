@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
 IDLE_S = 0.01  # of switching between two looks at the queue before any step was seen
+SHARE = 0.75  # of a usual step's time for the pieces before the next step, which should end within twice that time
 
 
 class Switching(Turns):
@@ -130,7 +131,7 @@ class Switching(Turns):
             self.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
 
     def advance(self) -> bool:
-        """Goes on with the switch under way for about the time of a usual step.
+        """Goes on with the switch under way for a share of a usual step's time.
 
         Returns:
             False if the weights have been loaded anew: taking an adapter out left others, or memory ended.
@@ -190,7 +191,7 @@ class Switching(Turns):
         return any(s.adapter is node and s.lease is not None for s in self._live)
 
     def _pieces_at_once(self, each_s: float) -> int:
-        return max(1, int((self._usual_s or IDLE_S) / max(each_s, 1e-6)))
+        return max(1, int((SHARE * self._usual_s or IDLE_S) / max(each_s, 1e-6)))
 
     def _take_out(self) -> bool:
         reloads, self.moved = self._merger.reloads, True

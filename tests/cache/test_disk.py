@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import CacheManager
 from jlora.cache.residency import Residency
 from jlora.cache.tree import AdapterNode, Origin
@@ -21,13 +22,13 @@ from tests.cache._cache import Cache
 from tests.cache._world import ACTIONS, NAMES, POLICIES, Job, World
 
 SEEDS, OPERATIONS = 4, 500
-MORE = {**ACTIONS, "read": (1, 12), "give_up": (0, 3), "changed": (2, 2)}
+MORE = {**ACTIONS, "read": (1, 12), "give_up": (0, 3), "changed": (2, 2), "make_way": (2, 2)}
 
 
 class DiskWorld(World):
     """A world whose adapters may be on the disk only. A file holds what its adapter's blocks must hold."""
 
-    reads = 0
+    reads = displaced = 0
 
     def do(self, action: str, numbers: tuple[int, ...]) -> None:
         self.operations += 1
@@ -56,6 +57,18 @@ class DiskWorld(World):
         node = self.names[which % NAMES]
         if node is not None and node.size and not node.gone and not node.reading:
             self.manager.back(node, back % 3 > 0)
+
+    def make_way(self, size: int, place: int) -> None:
+        """Adapters make way for one that waits for room, and no adapter does in vain."""
+        size, displaced = 1 + size % self.manager.host.total, 0
+        blocks = self.manager.reserve(size)
+        while blocks is None and self.manager.make_way(size, place % max(1, self.operations)) is not None:
+            blocks = self.manager.reserve(size)
+            displaced += 1
+        assert blocks is not None or not displaced, "an adapter has made way in vain"
+        self.displaced += displaced
+        if blocks is not None:
+            self.manager.cancel(blocks)
 
     def admit(self, which: int, headroom: int) -> None:
         aside = [job for job in self.queue if job.adapter.reading]
@@ -150,6 +163,7 @@ def test_adapters_leave_memory_and_come_back_and_every_invariant_holds(policy: s
     worlds = [drive(policy, seed) for seed in range(SEEDS)]
     assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
     assert sum(world.reads for world in worlds) > 10
+    assert any(world.displaced for world in worlds) or policy == "slora"  # which keeps hardly anything idle
     assert all(world.finished for world in worlds)
 
 
@@ -246,7 +260,7 @@ def lent_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
-    kv_left_below: "KV is left below an adapter that is on the disk only",
+    kv_left_below: "KV is left below an adapter that is on the disk only|leaked or lost blocks",
     stale_copy: "the host holds something else",
     dropped_in_use: "an adapter version that is gone|a request is queued for|nothing moves and somebody waits|"
     "an adapter that has left is in the tree|a sequence is queued for an adapter",
@@ -273,3 +287,54 @@ def test_an_adapter_whose_kv_fails_to_reach_the_host_may_still_leave_it():
     (copy,) = cache.copies()
     assert copy.direction == "out" and cache.manager.lost(copy)
     assert cache.manager.reserve(6) and adapter.gone
+
+
+@pytest.mark.parametrize("landed", [False, True], ids=["on its way", "wanted"])
+def test_no_adapter_makes_way_in_vain(landed: bool):
+    """KV whose copy is under way, or that an earlier request in the queue needs, keeps its place on the host."""
+    cache = Cache(device=20, host=10, policy="lru")
+    cache.manager.back(adapter := cache.adapter(1, 4), True)
+    lease = cache.leased([1] * 16)
+    cache.manager.leases.publish(lease, [1] * 16, 16)
+    cache.manager.leases.release(lease)
+    cache.tend()
+    if not landed:
+        cache.land(*(copy for copy in cache.copies() if copy.direction == "in"))
+    earlier = cache.manager.expect(Origin(cache.manager.base), [1] * 17, True, place=1)
+    cache.manager.expect(Origin(adapter), [2] * 5, True, place=3)
+    if landed:
+        cache.land()
+        cache.drop_from_device([1] * 16)
+    assert cache.manager.host.history_kv == 4 and cache.manager.make_way(7, 2) is None and adapter.host
+    assert cache.manager.make_way(6, 2) is adapter and not adapter.host, "without this KV there is room for 6"
+    cache.manager.unexpect(earlier)
+    assert cache.manager.reserve(6) and bool(cache.manager.reserve(4)) is landed
+
+
+def test_kv_goes_with_the_adapter_that_makes_way():
+    cache = Cache(device=20, host=10, policy="lru")
+    cache.manager.back(adapter := cache.adapter(1, 4), True)
+    cache.run([1] * 16, adapter)
+    for node in (*reversed(cache.path([1] * 16, adapter)), adapter):
+        cache.cells.evict(node)
+    cache.manager.expect(Origin(adapter), [1] * 17, True, place=3)
+    assert cache.manager.host.history_kv == 4 and not cache.manager.reserve(10)
+    assert cache.manager.make_way(10, 2) is adapter and cache.manager.reserve(10)
+
+
+@pytest.mark.parametrize("displaced", [False, True])
+def test_a_prefix_keeps_no_room_that_the_adapter_of_its_request_needs(displaced: bool):
+    """An activated LoRA's request finds KV of the base, and runs once the adapter has been read: both would wait."""
+    cache = Cache(device=20, host=10, policy="lru")
+    late = cache.adapter(1, 6) if displaced else cache.manager.expect_adapter(1, 8)
+    cache.run([1] * 16)
+    cache.tend()
+    cache.land()
+    cache.drop_from_device([1] * 16)
+    cache.manager.back(late, displaced)
+    want = cache.manager.expect(Origin(late, activation=16), [1] * 18, True, place=3)
+    assert cache.manager.host.history_kv == 4
+    assert not displaced or cache.manager.make_way(8, 2) is late
+    assert cache.manager.reserve(8), "it waits for ever"
+    cache.manager.unexpect(want)
+    check_integrity(cache.manager)

@@ -140,6 +140,34 @@ def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projectio
     assert seen == {"some": (some, some), "others": (2 * others, 2 * others)}
 
 
+def test_an_audit_knows_a_delta_of_zeros_from_a_weight_that_was_not_merged(tmp_path: Path):
+    """PEFT begins with a B of zeros, and an adapter may leave layers out."""
+    world = World(tmp_path, "bfloat16", 1, stacked=True)
+    merger, packed, before = world.merger, world.packed["some"], world.bits()
+    of_v = [index for index, name in enumerate(packed.projections) if name == "v"]
+    packed.data[of_v] = 0
+    world.begin("some")
+    for _ in range(merger.pieces):
+        merger.forward()
+    merger.audit()
+    assert world.bits() != before
+    while merger.done:
+        merger.back()
+    assert merger.whole() and world.bits() == before
+
+
+def test_an_audit_finds_a_weight_that_was_not_merged(tmp_path: Path):
+    world = World(tmp_path, "bfloat16", 1, stacked=False)
+    world.begin("some")
+    for _ in range(world.merger.pieces):
+        world.merger.forward()
+    layers, base = list(world.holder.params["layers"]), world.load()["layers"]
+    layers[1] = {**layers[1], "v": base[1]["v"]}
+    world.holder.params = {**world.holder.params, "layers": layers}
+    with pytest.raises(AssertionError, match=r"merged, and yet the base's own weights: \[\(1, 'v'\)\]"):
+        world.merger.audit()
+
+
 @pytest.mark.slow
 def test_a_measurement_that_is_given_up_holds_nothing(tmp_path: Path):
     world = World(tmp_path, "bfloat16", 1, stacked=True)

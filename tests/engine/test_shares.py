@@ -213,6 +213,22 @@ def test_a_tenant_takes_the_slots_of_one_that_runs_more_and_never_more_than_its_
     assert all(len(bench.tokens(f"{tenant}{index}")) == 40 for tenant in "ab" for index in range(20))
 
 
+def test_requests_that_wait_for_the_disk_hold_up_no_other_of_their_tenant():
+    """They are the first in line; those behind them take the slots that the tenant is owed."""
+    bench = Bench(blocks=512, max_seqs=8, max_step_tokens=512)
+    for index in range(20):
+        bench.submit(f"a{index}", fresh(8, 100 + index), max_tokens=40, tenant="a")
+    for _ in range(4):
+        bench.step()
+    base, node = bench.manager.base, bench.manager.expect_adapter(1, 1)
+    for index in range(20):
+        bench.submit(f"b{index}", fresh(8, 200 + index), tenant="b", adapter=node if index < 10 else base)
+    bench.step()
+    bench.step()
+    running = bench.scheduler.running
+    assert sorted(s.request.id for s in running if s.request.tenant == "b") == ["b10", "b11", "b12", "b13"]
+
+
 def test_the_pool_is_taken_from_the_tenant_that_has_received_most():
     bench = Bench(blocks=18, max_seqs=8, max_step_tokens=512)
     for index in range(3):
