@@ -26,7 +26,7 @@ class SamplingParams:
             prompt or the output; 1 is off.
         presence_penalty, frequency_penalty: subtracted from logits of tokens in the output,
             once, and once per occurrence.
-        logit_bias: token id -> value added to its logit.
+        logit_bias: token id -> value added to its logit, before the penalties.
         n: how many completions to draw for the prompt.
         max_tokens: at most this many output tokens; None means up to the context.
         min_tokens: no stop of any kind before this many output tokens.

@@ -184,14 +184,15 @@ def _nothing(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _with_tables(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax.Array:
-    """Penalties (Keskar et al. 2019 for repetition; OpenAI's for the others) and logit_bias."""
+    """logit_bias, then penalties (Keskar et al. 2019 for repetition; OpenAI's for the others)."""
     slot = jnp.minimum(batch.slot, state.seen.shape[0] - 1)
     seen = state.seen[slot]
     count = (seen & (IN_PROMPT - 1)).astype(jnp.float32)
     repetition = jnp.where(seen > 0, batch.repetition[:, None], 1.0)
-    out = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    biased = logits + state.bias[slot]
+    out = jnp.where(biased > 0, biased / repetition, biased * repetition)
     out = out - batch.frequency[:, None] * count - batch.presence[:, None] * (count > 0)
-    return jnp.where(batch.tables[:, None], out + state.bias[slot], logits)
+    return jnp.where(batch.tables[:, None], out, logits)
 
 
 def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
@@ -218,15 +219,21 @@ def _noise(vocab: int, batch: SampleBatch) -> jax.Array:
 
 
 def _truncate(logits: jax.Array, batch: SampleBatch) -> jax.Array:
-    """Masks the tokens that top-k, top-p (Holtzman et al. 2020) or min-p cut, never the best one."""
+    """Masks the tokens that top-k, top-p (Holtzman et al. 2020) or min-p cut, never the best one.
+
+    Of equal tokens, top-k and min-p keep all or none, and top-p the first ones: its set is the smallest.
+    """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     vocab = logits.shape[1]
     k = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocab), vocab)
-    after_k = jnp.where(jnp.arange(vocab) < k[:, None], ordered, -jnp.inf)
+    after_k = jnp.where(ordered >= jnp.take_along_axis(ordered, k[:, None] - 1, axis=1), ordered, -jnp.inf)
     probs = jax.nn.softmax(after_k, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # mass strictly above each token
     within = (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)  # the sum may reach 1 before the end
-    keep = within & (probs >= batch.min_p[:, None] * probs[:, :1]) & (after_k > -jnp.inf)
-    last = jnp.maximum(jnp.sum(keep, axis=-1) - 1, 0)
-    floor = jnp.take_along_axis(ordered, last[:, None], axis=1)
-    return jnp.where(logits >= floor, logits, -jnp.inf)
+    others = (probs >= batch.min_p[:, None] * probs[:, :1]) & (after_k > -jnp.inf)
+    kept = jnp.maximum(jnp.sum(within & others, axis=-1, keepdims=True), 1)
+    floor = jnp.take_along_axis(ordered, kept - 1, axis=1)
+    above, equal = logits > floor, logits == floor
+    by_p = kept < jnp.sum(others, axis=-1, keepdims=True)
+    room = jnp.where(by_p, kept - jnp.sum(above, axis=-1, keepdims=True), vocab)
+    return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), logits, -jnp.inf)

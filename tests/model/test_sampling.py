@@ -123,16 +123,16 @@ def test_seed_completion_and_position_each_change_the_draw():
 def test_penalties_and_bias_follow_their_formulas_and_touch_only_their_rows():
     state = sampling.empty_slots(SLOTS, V)
     prompt, output = np.array([3, 5, V], np.int32), np.array([5, 5, 8], np.int32)
-    bias = (np.array([11, V], np.int32), np.array([2.5, 0], np.float32))
+    bias = (np.array([11, 5], np.int32), np.array([2.5, 4], np.float32))
     state = sampling.reset_slot(state, np.int32(1), prompt, output, bias)
     assert int(state.seen[1, 3]) == IN_PROMPT and int(state.seen[1, 5]) == IN_PROMPT + 2
     logits = logits_of(4, 2)
     want = logits[1].copy()
+    want[[11, 5]] += 2.5, 4  # before the penalties, as transformers' generate does
     for token in (3, 5, 8):
         want[token] = want[token] / 1.5 if want[token] > 0 else want[token] * 1.5
     for token, count in ((5, 2), (8, 1)):
         want[token] -= 0.5 * count + 0.25
-    want[11] += 2.5
     fields = {"repetition": 1.5, "frequency": 0.5, "presence": 0.25, "tables": [False, True]}
     got = port.with_tables(jnp.asarray(logits), state, batch(2, **fields))
     np.testing.assert_allclose(got[1], want, atol=1e-5)
@@ -171,3 +171,22 @@ def test_a_row_that_cuts_nothing_keeps_all_beside_one_that_cuts():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128_256)) * 5, jnp.float32)
     kept = port.truncated(logits, batch(2, top_p=[1.0, 0.9])) > -jnp.inf
     assert kept[0].all() and 0 < kept[1].sum() < 128_256
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_p": 1e-6}, [2]),
+        ({"top_p": 0.45}, [2, 4]),
+        ({"top_p": 0.95}, [2, 4, 5, 7]),
+        ({"top_p": 0.45, "top_k": 1}, [2, 4]),
+        ({"top_k": 1}, [2, 4, 5, 7]),
+        ({"min_p": 1.0}, [2, 4, 5, 7]),
+    ],
+)
+def test_of_equal_tokens_top_p_keeps_the_first(fields: dict[str, float], kept: list[int]):
+    """In bfloat16 equal logits are not rare, and a tiny `top_p` asks for one token."""
+    logits = np.full((1, V), -9, np.float32)
+    logits[0, [2, 4, 5, 7]] = 3
+    left = port.truncated(jnp.asarray(logits), batch(1, **fields))
+    assert np.flatnonzero(left[0] > -jnp.inf).tolist() == kept
