@@ -365,10 +365,12 @@ class OsThreads(Threads):
         try:
             for started in [pool.submit(all_there.wait) for _ in range(size)]:
                 started.result()
-        except RuntimeError as e:  # of the machine: can't start new thread
+        except BaseException as e:  # also Ctrl-C: Python would wait for the threads at its end
             all_there.abort()
             pool.shutdown(wait=False, cancel_futures=True)
-            raise ResourceExhausted(f"{name}: the machine starts fewer than {size} more threads: {e}") from e
+            if isinstance(e, RuntimeError):  # of the machine: can't start new thread
+                raise ResourceExhausted(f"{name}: the machine starts fewer than {size} more threads: {e}") from e
+            raise
         return pool
 
 

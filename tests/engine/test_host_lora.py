@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +19,7 @@ from jlora.engine.host_lora import HostLora, Share
 from jlora.errors import ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.model.spec import SITES, ModelSpec
+from jlora.ports import OsThreads
 from tests import port
 from tests._make import tiny_spec
 
@@ -87,6 +90,24 @@ def test_no_thread_is_started_once_the_engine_is_built(monkeypatch: pytest.Monke
     share = Share(np.arange(TOKENS), {"down": (0,)})
     assert host.added(x, host.prepare([share], ("down",), LAYER)).shape == (TOKENS, host.width(("down",)))
     host.close()
+
+
+def test_ctrl_c_while_threads_start_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch):
+    """Python waits at its end for threads of a pool, which would wait for those that never start."""
+    submit, calls = ThreadPoolExecutor.submit, itertools.count()
+
+    def interrupted(pool: ThreadPoolExecutor, call: Callable[[], int]) -> Future[int]:
+        if next(calls):
+            raise KeyboardInterrupt
+        return submit(pool, call)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        OsThreads().pool("jlora-interrupted", 3)
+    for thread in threading.enumerate():
+        if thread.name.startswith("jlora-interrupted"):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 3)])
