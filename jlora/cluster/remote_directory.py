@@ -11,11 +11,10 @@ from __future__ import annotations
 import bisect
 import logging
 import math
-import queue
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -30,7 +29,7 @@ from jlora.cluster.proto import directory_pb2 as proto
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.engine.futures import done, running
 from jlora.errors import JloraError, NotFound, Unavailable
-from jlora.ports import Threads
+from jlora.ports import Clock, Threads
 from jlora.replica import Load
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
@@ -50,15 +49,43 @@ SILENT_S = 5.0  # without a message: the controller, or the way to it, is gone
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 2000))
 
 
+class _Outbox:
+    """What a stream has to say; whoever iterates waits for more, until it is closed."""
+
+    def __init__(self, threads: Threads):
+        self._more = threads.condition()
+        self._messages: deque[proto.Using] = deque()
+        self._closed = False
+
+    def put(self, message: proto.Using) -> None:
+        with self._more:
+            self._messages.append(message)
+            self._more.notify()
+
+    def close(self) -> None:
+        with self._more:
+            self._closed = True
+            self._more.notify()
+
+    def __iter__(self) -> Iterator[proto.Using]:
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._messages or self._closed)
+                if self._closed:
+                    return
+                message = self._messages.popleft()
+            yield message
+
+
 class RemoteDirectory(Directory):
     """Follows the controller at `address` from `start` to `close`."""
 
-    def __init__(self, address: str, router: str, login: Login, threads: Threads):
+    def __init__(self, address: str, router: str, login: Login, threads: Threads, clock: Clock = time.monotonic):
         """`router` names this process among the routers; the token of the service is in `login`."""
         self._address = address
         self._router = router
         self._login = login
-        self._threads = threads
+        self._threads, self._clock = threads, clock
         self._lock = threading.Lock()
         # Takes where requests go, version key -> address of a replica -> part.
         self.placed: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda parts: None
@@ -72,8 +99,8 @@ class RemoteDirectory(Directory):
         self._requests: Counter[str] = Counter()  # by key
         self._served: dict[str, proto.Served] = {}  # by name
         self._away = ""  # why the controller does not answer, as clients may read it
-        self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._using = _Outbox(threads)  # of the present stream
+        self._ended = threads.event()
         self._members: Members = lambda: ()
         self._heard = math.inf  # when the controller's last message came; inf while no stream is open
         self._connect()
@@ -197,11 +224,11 @@ class RemoteDirectory(Directory):
 
     def _follow(self) -> None:
         said = -1  # the epoch at which the log says that it is away, once
-        while not self._ended.is_set():
+        while not self._ended.wait(0):
             try:
                 self._watch()
             except Exception as e:
-                if self._ended.is_set():
+                if self._ended.wait(0):
                     return
                 if not isinstance(e, grpc.RpcError):
                     log.exception("following the controller at %s has failed; it goes on", self._address)
@@ -217,20 +244,15 @@ class RemoteDirectory(Directory):
 
     def _watch(self) -> None:
         """One stream of the controller, until it ends."""
-        using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
+        using = _Outbox(self._threads)
         using.put(proto.Using(router=self._router))
         with self._lock:
             self._using, self._stream_epoch = using, 0
-
-        def send() -> Iterator[proto.Using]:
-            while (message := using.get()) is not None:
-                yield message
-
         try:
             parts: list[proto.Table] = []
-            self._heard = time.monotonic()
-            for table in self._stub.Watch(send()):
-                self._heard = time.monotonic()
+            self._heard = self._clock()
+            for table in self._stub.Watch(iter(using)):
+                self._heard = self._clock()
                 parts.append(table)
                 if not table.more:  # the whole of an epoch at once: no name is unknown meanwhile
                     self._apply(parts)
@@ -240,17 +262,17 @@ class RemoteDirectory(Directory):
                     if not self.known.done():
                         self.known.set_result(None)
         finally:
-            using.put(None)
+            using.close()
 
     def _look(self) -> None:
         """Gives up a connection that is silent."""
         while not self._ended.wait(min(1.0, SILENT_S / 2)):
-            if time.monotonic() - self._heard <= SILENT_S:
+            if self._clock() - self._heard <= SILENT_S:
                 continue
             log.warning("the controller at %s has said nothing for %g s", self._address, SILENT_S)
             self._heard = math.inf
             with self._lock:
-                if not self._ended.is_set():
+                if not self._ended.wait(0):
                     silent = self._channel
                     self._connect()
                     silent.close()  # ends the stream

@@ -188,10 +188,14 @@ def test_a_full_queue_is_refused_and_disturbs_nothing():
     bench = Bench(blocks=8, max_queue=2, max_seqs=1)
     bench.submit("a", 3)
     bench.submit("b", 3)
-    with pytest.raises(ResourceExhausted, match="queue is full: 2 waiting, limit 2"):
-        bench.submit("c", 3)
+    bench.submit("c", 3)  # all before a step: one of them will run, two wait
+    with pytest.raises(ResourceExhausted, match="queue is full: 3 completions run or wait, limit 3"):
+        bench.submit("d", 3)
+    bench.step()
+    with pytest.raises(ResourceExhausted, match="queue is full"):
+        bench.submit("d", 3)
     bench.finish()
-    assert bench.tokens("a") == bench.tokens("b") == [7] * 4
+    assert bench.tokens("a") == bench.tokens("b") == bench.tokens("c") == [7] * 4
 
 
 def test_a_request_bound_to_a_replaced_adapter_keeps_its_version():

@@ -6,6 +6,7 @@ with an error that a front maps to a status. Every command is answered.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -161,7 +162,9 @@ class Clients:
         known = self._draw.random() < 0.7 and self._around.disk.digest(name)
         new = packed()[known or self._version(name).digest]
         self._say(f"register {name} {new.digest[:8]}")
-        registered = self._around.replica.register(replace(new, name=name, path=name, data=None, stamp=()))
+        registered = self._around.replica.register(
+            replace(new, name=name, path=os.path.abspath(name), data=None, stamp=())
+        )
         self.command("register", registered, name, lambda info: self._serves(name, info.uid))
 
     def keep(self) -> None:

@@ -151,6 +151,10 @@ class Disk(Files):
         self._directories: dict[str, _Directory] = {}
         self._numbers = itertools.count(1)  # of files, and of writes
 
+    def keep(self, before: Disk) -> None:
+        """It is the disk of an earlier process."""
+        self._directories, self._numbers = before._directories, before._numbers
+
     def put(self, path: str, version: Version) -> None:
         """Another directory takes the path's place."""
         self._directories[path] = _Directory(version, self._stored(version))

@@ -72,8 +72,8 @@ class Excuses:
         if isinstance(error, NotFound):
             return request.adapter is not None and request.adapter not in self._registry
         if isinstance(error, QueueFull):
-            scheduler = self._scheduler
-            return len(scheduler.queue) + request.sampling.n > scheduler.config.max_queue
+            scheduler, engine = self._scheduler, self._scheduler.config
+            return scheduler.pending + scheduler.active + request.sampling.n > engine.max_queue + engine.max_seqs
         return self._unfit(request, error) or (isinstance(error, AlreadyExists) and again)
 
     def command(self, command: Command, error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jlora.adapters.catalogue import Catalogue
-from jlora.adapters.registry import AdapterRegistry
+from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.swapper import Swapper
@@ -36,7 +36,7 @@ from jlora.memory import unlimited
 from jlora.ports import System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.sim.clock import VirtualClock
-from jlora.sim.world import asked, clients, device, disk, merging, peers, seams
+from jlora.sim.world import again, asked, clients, device, disk, merging, peers, seams
 from jlora.sim.world.books import Books
 from jlora.sim.world.calls import Around
 from jlora.sim.world.clients import Clients
@@ -71,6 +71,7 @@ CHECKS = 16  # steps between two checks of everything
 FLUSHES = 8  # in a row: an idle engine begins to back KV up, and a flush leaves what is on its way
 MOST_TURNS = 6_000  # until everything must have ended
 SUDDEN = 0.15  # of the seeds: the replica closes with live requests, or drains them for some time only
+AGAIN, AFTER = 0.25, 10  # of the seeds whose replica has ended so: it starts again, and plays 1/AFTER of the steps
 
 
 class _Watched(Engine):
@@ -94,12 +95,14 @@ class _Watched(Engine):
 class _Registry(Catalogue):
     """The table of adapters, on a disk that may be full."""
 
-    def __init__(self, threads: Threads, fits: str, sites: Sites):
-        super().__init__("", threads, fits)
-        self._table: Any = _Table(self._table, sites)
+    def __init__(self, threads: Threads, fits: str, sites: Sites, file: sqlite3.Connection):
+        super().__init__("", threads, fits, lambda *_, **__: file)
+        self._table: Any = _Table(file, sites)
 
 
 class _Table:
+    """A process's connection to the file, which outlives it."""
+
     def __init__(self, table: sqlite3.Connection, sites: Sites):
         self._table = table
         self._sites = sites
@@ -109,6 +112,10 @@ class _Table:
             raise sqlite3.OperationalError("database or disk is full")
         return self._table.execute(statement)
 
+    def close(self) -> None:
+        if self._table.in_transaction:
+            self._table.rollback()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
@@ -116,7 +123,8 @@ class _Table:
 class World:
     """One seed."""
 
-    def __init__(self, seed: int, journal: Journal):
+    def __init__(self, seed: int, journal: Journal, before: World | None = None):
+        """`before`: the process that was here, whose disk and catalogue are kept."""
         draw = random.Random(f"{seed} sizes")
         self.journal = journal
         self.sites = Sites(SITES, random.Random(f"{seed} sites"))
@@ -124,13 +132,13 @@ class World:
         self.tasks = Tasks(random.Random(f"{seed} tasks"), self.clock, self._dies)
         self.struck = Struck(self.clock)
         self.disk = Disk(random.Random(f"{seed} disk"), self.sites, self.tasks.sleep, self.struck.path)
+        self.file = sqlite3.connect(":memory:", isolation_level=None) if before is None else before.file
         self._wall = 1.7e9
         self._draw = random.Random(f"{seed} rounds")
         self.steps = 0
         self._closing = False
         self._begun = deque([-math.inf] * 3, maxlen=3)  # when the last steps have
         self._sizes = {version.digest: version.blocks for version in versions()}
-        self._admitted = 0  # the most sequences at once that have left the queue
         self._used: Mapping[Node, float] = {}
         engine, cache = _drawn_config(draw)
         config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
@@ -145,6 +153,7 @@ class World:
         self._engine = built.engine
         self.manager: CacheManager = built.parts.scheduler.manager
         self.parts = built.parts
+        kept = [] if before is None else self._begin_again(built, config, before)
         self.replica = LocalReplica(built, system)
         known = [name for name in asked.NAMES if draw.random() < 0.9]
         self.fetcher = peers.fetcher(self.replica, self.sites, self.tasks, known, draw.random() < 0.75)
@@ -155,6 +164,7 @@ class World:
             self.sites, journal, Excuses(self.struck, built.parts, self.disk), lambda: self.over,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))
+        self.clients.loaded |= {record.node.uid for record in kept}
         self._books = Books(built.parts.scheduler, self.clients.found)
         watched: Any = built.engine
         watched.witness = Witness(built.parts, self.disk, self.struck, self.clients.found)
@@ -222,7 +232,7 @@ class World:
         if engine.merge == "auto":
             switching = Switching(Drawn(engine.max_seqs, self._merges), self.weights, registry, swapper)
         scheduler = Scheduler(manager, engine, SPEC.eos_ids, system.random, switching)
-        catalogue = _Registry(self.tasks, reader.fits, self.sites)
+        catalogue = _Registry(self.tasks, reader.fits, self.sites, self.file)
         parts = Parts(scheduler, registry, runner, swapper, clock, config.adapters.readers, catalogue, system.wall)
         seams.plant(parts, self.sites, self.struck)
         watched = _Watched(parts, Shape(SPEC.max_len, layout.block_bytes, engine.overlap), switching)
@@ -232,6 +242,18 @@ class World:
             BLOCK_TOKENS, layout.block_bytes, "model", ("model 0",), config,
         )  # fmt: skip
         return Built(watched, parts, runner, info, reader, catalogue)
+
+    def _begin_again(self, built: Built, config: Config, before: World) -> list[Record]:
+        """Starts with what the process before has left; the adapters that are known then."""
+        self.disk.keep(before.disk)
+        rows, registry, since = built.catalogue.rows(), built.parts.registry, self.clock.now
+        if not before.sites.fired["disk.full"]:
+            again.check_kept(rows, before.parts.registry)
+        start = self.tasks.start("start", lambda: again.begin(built, config))
+        while not start.ended:
+            self.tasks.turn()
+        again.check_there(rows, registry, self.disk, self.struck, since)
+        return registry.records()
 
     def _heed(self, commands: Commands) -> None:
         """Looks at the ends of the product's own commands, too: nobody waits for some of them."""
@@ -292,6 +314,7 @@ class World:
             self._check_sizes()
             self._check_pins()
             self._books.check_slots()
+            self._books.check_bypass()
             self.weights.audit()
             if self.steps % CHECKS == 0:
                 self._check_all()
@@ -303,9 +326,8 @@ class World:
             assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
             assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
         scheduler: Any = self.parts.scheduler
-        self._admitted = max(self._admitted, len(scheduler.running) + len(scheduler.loading))
-        most = scheduler.config.max_queue + self._admitted  # those that are preempted come back to the queue
-        assert len(scheduler.queue) <= most, "the queue has no bound"
+        live = len(scheduler.queue) + len(scheduler.loading) + len(scheduler.running)
+        assert live <= scheduler.config.max_queue + scheduler.config.max_seqs, "the queue has no bound"
 
     def _check_sizes(self) -> None:
         for record in self.parts.registry.records():
@@ -339,6 +361,7 @@ class World:
         self._engine.check_integrity()
         self._check_uses()
         self._books.check_order()
+        self._books.check_tree(manager)
         self._books.check_shares()
         for adapter in manager.adapters.values():
             assert not adapter.pinned or adapter.device, "a pinned adapter left the device"
@@ -395,14 +418,23 @@ def _drawn_config(draw: random.Random) -> tuple[EngineConfig, CacheConfig]:
     return engine, cache
 
 
+def _play(world: World, steps: int) -> None:
+    for _ in range(2 * steps):
+        if world.steps < steps and not world.over:
+            world.round()
+    world.finish()
+
+
 def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
     """Plays a seed; how often each site struck. Raises what it finds."""
     with heard() as log:
         world = World(seed, journal)
-        for _ in range(2 * steps):
-            if world.steps < steps and not world.over:
-                world.round()
-        world.finish()
+        _play(world, steps)
+        # It has failed, or was closed, with all that it served.
+        if world.over and random.Random(f"{seed} again").random() < AGAIN:
+            after = World(seed, journal, world)
+            _play(after, steps // AFTER)
+            world.sites.fired += after.sites.fired
     assert not log.found, log.found[0]
     world.sites.fired["peer.reads"] = world.fetcher.fetched
     journal.write(f"{world.tasks.turns} turns, {world.clock.now:.6f} s, {world.clients.answered} answers")

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from jlora.adapters import registry
-from jlora.engine import admission, local, scheduler, shares
+from jlora.adapters.catalogue import Catalogue
+from jlora.cache.lease import Lease
+from jlora.cache.leases import Leases
+from jlora.engine import admission, loading, local, scheduler, shares
+from jlora.engine.admission import Admission
+from jlora.engine.futures import done
 from jlora.engine.local import LocalReplica
 from jlora.engine.plan import Sequence
+from jlora.engine.records import of_row
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.watch import Watch
 from jlora.types import Request, Timing, Usage
@@ -80,6 +86,24 @@ def moved_tokens_uncounted(patch: pytest.MonkeyPatch) -> None:
 def bypass_ignored(patch: pytest.MonkeyPatch) -> None:
     """A request that bypasses the prefix cache reads it."""
     patch.setattr(Sequence, "reuses", property(lambda s: not s.uncached and s.prompt_logprobs is None))
+
+
+def bypass_published(patch: pytest.MonkeyPatch) -> None:
+    """A request that bypasses the prefix cache leaves its KV there."""
+    real = Leases.publish
+
+    def publish(leases: Leases, lease: Lease, tokens: Any, computed: int) -> None:
+        lease.reuse, before = True, lease.reuse
+        real(leases, lease, tokens, computed)
+        lease.reuse = before
+
+    patch.setattr(Leases, "publish", publish)
+
+
+def passed_over(patch: pytest.MonkeyPatch) -> None:
+    """One request of eight is served only when no other one waits."""
+    real = Admission._not_yet
+    patch.setattr(Admission, "_not_yet", lambda a, s: real(a, s) or (s.order % 8 == 3 and len(a) > 1))
 
 
 def first_token_of_admission(patch: pytest.MonkeyPatch) -> None:
@@ -149,6 +173,16 @@ def drain_takes_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalReplica, "drain", drain)
 
 
+def start_forgets_digests(patch: pytest.MonkeyPatch) -> None:
+    """A replica that starts again takes whatever the paths of its catalogue have."""
+    patch.setattr(loading, "of_row", lambda *args: replace(of_row(*args), digest=""))
+
+
+def unloaded_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """The catalogue keeps what is unloaded."""
+    patch.setattr(Catalogue, "remove", lambda catalogue, names: done(None))
+
+
 def error_in_the_log_only(patch: pytest.MonkeyPatch) -> None:
     """A look at the adapters' files fails, and nobody but the log hears of it."""
     real = Watch.look
@@ -167,7 +201,9 @@ PLANTS: Mapping[Plant, str] = {
     min_tokens_ignored: "ends early",
     set_up_for_another: TOKEN,
     moved_tokens_uncounted: r"counts Usage.*, of \d+ \+ \d+ tokens",
-    bypass_ignored: "at most 0",
+    bypass_ignored: "at most 0|the tree has KV of a request that bypasses it",
+    bypass_published: "the tree has KV of a request that bypasses it",
+    passed_over: "is within its share, and .* behind it were served",
     first_token_of_admission: "the first token of|queue and prefill are not ttft",
     priority_ignored: "priorities run in the order",
     tenants_ignored: "another sequence gave way",
@@ -175,5 +211,7 @@ PLANTS: Mapping[Plant, str] = {
     withheld_for_good: "calm steps",
     lost_slot: "slots are lost or doubled",
     drain_takes_requests: "a replica that drains takes a request",
+    start_forgets_digests: "is another after a start",
+    unloaded_comes_back: "the catalogue has .*, and the replica served",
     error_in_the_log_only: "the log has an error: .*planted",
 }

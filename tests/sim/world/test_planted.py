@@ -98,7 +98,7 @@ def wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 def unbounded_queue(patch: pytest.MonkeyPatch) -> None:
     """The queue takes any number."""
-    patch.setattr(Scheduler, "waiting", property(lambda scheduler: 0))
+    patch.setattr(Scheduler, "pending", property(lambda scheduler: 0))
 
 
 def stale_version(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ loop      virtual time, and an asyncio loop for each process, which can be stopp
 net       the network: streams that carry the product's messages as bytes
 model     a replica without an engine, whose tokens are exact
 members   the processes: the product's own router and link on these loops
-adapters  versions of adapters that come and go
+adapters  versions of adapters that come and go; follower: a router that follows their table
 asks      clients, and what each must get
 blame     which faults have struck whom, and which errors that excuses
 sites, faults  what goes wrong

@@ -1,38 +1,38 @@
 """The adapters of a modelled service: the product's controller in the first router's process, over a registry whose
-disk may be locked or full. Further routers follow its table.
+disk may be locked or full. `follower` has the routers that follow its table.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jlora.adapters.catalogue import Row
-from jlora.cluster.calls import Calls
+from jlora.cluster.calls import Answer, Calls
 from jlora.cluster.controller import Controller
-from jlora.cluster.directory import Members, Version, peers
+from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.found import Found
+from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
+from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import ROUND_S, Upkeep
 from jlora.cluster.uses import Uses
 from jlora.config import Config
-from jlora.errors import NotFound, Unavailable
-from jlora.ports import Stamp, System, Threads
+from jlora.ports import Clock, Stamp, System, Threads
+from jlora.serve.client import Login
 from jlora.sim.world.cluster.blame import Blame
 from jlora.sim.world.cluster.fibers import Fibers
 from jlora.sim.world.cluster.loop import Loop
 from jlora.sim.world.cluster.model import Disk
-from jlora.sim.world.cluster.net import Net
+from jlora.sim.world.cluster.net import Net, Server
 from jlora.sim.world.cluster.waits import Waits
 from jlora.sim.world.sites import Sites
 
 NAMES = ("a0", "a1", "a2")
 HOLD_S = 2.0  # as `jlora.cluster.uses.HOLD_S`, at the scale of a world
-FOLLOWS_S = (0.001, 0.2)  # behind a change of the table
+CONTROLLER = "controller:1"  # its address, whatever life it has
 
 # Called with a name and the digest that its next requests get.
 Told = Callable[[str, str], None]
@@ -103,6 +103,40 @@ class WatchedRegistry(Registry):
         self._changed(name)
 
 
+class WatchedUses(Uses):
+    """Says since when it knows what a router uses."""
+
+    def __init__(self, last: int, clock: Clock):
+        super().__init__(last, HOLD_S, clock)
+        self._now = clock
+        self._since: dict[object, tuple[str, float]] = {}  # by stream
+
+    def saw(self, stream: object, router: str, epoch: int, keys: Iterable[str]) -> None:
+        if epoch:
+            self._since.setdefault(stream, (router, self._now()))
+        super().saw(stream, router, epoch, keys)
+
+    def left(self, stream: object) -> None:
+        self._since.pop(stream, None)
+        super().left(stream)
+
+    def knows(self, router: str, seconds: float) -> bool:
+        """Whether a stream has told it for so long."""
+        return any(name == router and self._now() - since >= seconds for name, since in self._since.values())
+
+
+class WatchedCalls(Calls):
+    """Tells of the versions that replicas are about to drop."""
+
+    def __init__(self, login: Login, drops: Callable[[str], None]):
+        super().__init__(login)
+        self._drops = drops
+
+    def unload(self, address: str, key: str) -> Answer:
+        self._drops(key)
+        return super().unload(address, key)
+
+
 class DiskFiles:
     """The modelled disk, as far as a controller looks at it."""
 
@@ -124,6 +158,7 @@ class Adapters:
         self.file = sqlite3.connect(":memory:", isolation_level=None)
         self.number = 0
         self.controller: Controller | None = None
+        self.uses: WatchedUses | None = None  # of the controller
         self.lives: list[tuple[Fibers, Controller]] = []
         self._net, self._sites = net, sites
 
@@ -151,10 +186,14 @@ class Adapters:
         files: Any = DiskFiles(self.disk)
         system = System(clock=time, wall=lambda: 0.0, files=files, threads=fibers)
         found = Found(Config(), system)
-        controller = Controller(registry, found, Calls(Waits(self._net, loop, fibers)), system)
-        controller.uses = Uses(registry.last, HOLD_S, time)
+        calls = WatchedCalls(Waits(self._net, loop, fibers), self._blame.drops)
+        controller = Controller(registry, found, calls, system)
+        controller.uses = self.uses = WatchedUses(registry.last, time)
         upkeep = Upkeep(controller, found, system)
         self.controller = controller
+        server: Any = Server(loop)
+        rpc.add_DirectoryServicer_to_server(DirectoryServicer(controller, Secret()), server)
+        self._net.listen(CONTROLLER, server)
         self.lives.append((fibers, controller))
 
         def round() -> None:
@@ -170,97 +209,3 @@ class Adapters:
             controller.calls.close()
             fibers.bury()
         self.file.close()
-
-
-class Follower:
-    """The directory of a router that follows the controller's table, as `RemoteDirectory` does."""
-
-    def __init__(self, adapters: Adapters, net: Net, loop: Loop, told: Told):
-        self._adapters, self._net, self._loop, self._told = adapters, net, loop, told
-        self._members: Members = lambda: ()
-        self._versions: dict[str, Version] = {}
-        self._uses: Counter[str] = Counter()
-        self._epoch = 0
-        self._stream: tuple[object, Controller] | None = None
-        self._since = math.inf  # when that began
-        self._look()
-
-    @property
-    def began(self) -> bool:
-        """Whether a table has come."""
-        return bool(self._epoch)
-
-    def follows(self, seconds: float = 0.0) -> bool:
-        """Whether the controller that lives has known it for so long."""
-        known = self._stream is not None and self._stream[1] is self._adapters.controller
-        return known and self._net.time.now - self._since >= seconds
-
-    def number(self, name: str) -> int:
-        """Of the version that it serves; 0 without one."""
-        return self._versions[name].number if name in self._versions else 0
-
-    def follow(self, members: Members) -> None:
-        self._members = members
-
-    def current(self, name: str) -> Version:
-        if not self._epoch:
-            raise Unavailable("the controller has not answered yet; try again")
-        if name not in self._versions:
-            raise NotFound(f"adapter {name!r} is not loaded")
-        return self._versions[name]
-
-    def peers(self, version: Version, near: str) -> tuple[str, ...]:
-        return peers(self._members(), version.key, near)
-
-    def begin(self, version: Version) -> None:
-        self._uses[version.key] += 1
-
-    def asked(self, version: Version, prompt: int) -> None:
-        """No placement counts them here."""
-
-    def end(self, version: Version, output: int = 0) -> None:
-        self._uses[version.key] -= 1
-        self._uses += Counter()
-
-    @property
-    def uses(self) -> Counter[str]:
-        return self._uses
-
-    @property
-    def over(self) -> bool:
-        """Whether its process is gone."""
-        return self._loop.dead
-
-    def _look(self) -> None:
-        """Takes what is new from the controller that lives, if it is reached, and says what is in use here."""
-        if self._loop.dead:
-            self._leave()
-            return
-        self._net.time.after(self._net.draw.uniform(*FOLLOWS_S), self._look)
-        controller, fibers = self._adapters.controller, self._adapters.lives[-1][0]
-        if self._stream is not None and self._stream[1] is not controller:
-            self._stream, self._epoch = None, 0
-        if controller is None or self._loop.stopped or not fibers.runs or self._path(fibers).cut:
-            return
-        if self._stream is None:
-            self._stream, self._since = (object(), controller), self._net.time.now
-            controller.uses.saw(self._stream[0], self._loop.name, 0, ())
-        change = controller.table.since(self._epoch)
-        if change.whole:
-            self._versions.clear()
-        for version in change.versions:
-            self._versions[version.name] = version
-            self._told(version.name, version.digest)
-        for name in change.gone:
-            self._versions.pop(name, None)
-        self._epoch = change.epoch
-        current = {version.key for version in self._versions.values()}
-        old = [key for key, count in self._uses.items() if count and key not in current]
-        controller.uses.saw(self._stream[0], self._loop.name, self._epoch, old)
-
-    def _path(self, fibers: Fibers) -> Any:
-        return self._net.path(self._loop.name, fibers.name)
-
-    def _leave(self) -> None:
-        if self._stream is not None:
-            self._stream[1].uses.left(self._stream[0])

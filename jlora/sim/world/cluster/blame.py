@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 KNOWN_S = 10.0  # that a message of the controller may have been under way
+SAID_S = 0.01  # between a router's words and what follows from them
 SHORT = "ResourceExhausted"
 LACKS = ("NotFound", "DataLoss", SHORT, "ShortOfMemory")  # with these, a router asks one other replica
 
@@ -78,9 +79,15 @@ class Blame:
         if row is None or row.uid != number:  # it has been replaced, or unloaded
             return
         for follower in self._world.followers:
-            if follower.follows() and not follower.over and follower.number(one.name) < number:
-                was = follower.number(one.name)
+            was = follower.table[one.name].number if one.name in follower.table else 0
+            if follower.follows() and not follower.over and was < number:
                 self.found.append(f"{one.name} is loaded as version {number}, and a router serves version {was}")
+
+    def drops(self, key: str) -> None:
+        """A controller is about to have a version dropped."""
+        for follower in self._world.followers:
+            if follower.follows(SAID_S) and not follower.over and key in follower.used:
+                self.found.append(f"the controller drops {key}, and a router that follows uses it")
 
     def dropped(self, replica: str, key: str) -> None:
         """A replica drops a version, as its controller has told it a moment ago."""
@@ -142,7 +149,8 @@ class Blame:
         error, begun, name = one.answer.exception(), one.begun, one.name
         if isinstance(error, Unavailable):
             away = all(self._world.faults.disturbed(replica, begun) for replica in self._world.replicas)
-            return self._files.get("registry.locked", -1.0) >= begun or (one.kind == "load" and away)
+            apart = self._world.faults.apart(one.router, begun)
+            return apart or self._files.get("registry.locked", -1.0) >= begun or (one.kind == "load" and away)
         if isinstance(error, ResourceExhausted):
             return self._files.get("registry.full", -1.0) >= begun or (one.kind == "pin" and self._short(name) >= begun)
         if isinstance(error, NotFound):

@@ -102,6 +102,14 @@ def attached(world: World) -> bool:
     return all(len(router.router._dispatcher.attached) == len(world.replicas) for router in world.routers)
 
 
+def followed(world: World) -> bool:
+    """Whether every router that follows the controller has its table, and the controller knows that."""
+    controller = world.adapters.controller
+    assert controller is not None
+    current = {version.name: version for version in controller.registry.versions()}
+    return all(one.over or (one.follows() and one.table == current) for one in world.followers)
+
+
 def at_end(world: World) -> None:
     """Nothing is left. Raises Violation."""
     for router in world.routers:
@@ -154,7 +162,7 @@ def _registry(world: World) -> None:
             continue
         if row is None:
             raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is not known any more")
-        if by_digest[row.digest].ended < one.begun:
+        if by_digest[row.digest].published < one.begun:
             raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is {row.uid} again")
 
 
@@ -162,7 +170,7 @@ def tidy(world: World) -> bool:
     """Whether replicas have no version that nobody wants, and no request uses one."""
     controller = world.adapters.controller
     assert controller is not None
-    used = controller.uses.keys() or any(+one.uses for one in world.followers)
+    used = controller.uses.keys() or any(one.used for one in world.followers)
     return not used and all(controller.wanted(key) for one in world.replicas for key in one.replica.adapters_here)
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from jlora.errors import Unavailable
 from jlora.sim.world.cluster.adapters import NAMES
-from jlora.sim.world.cluster.members import ATTACH, ReplicaProcess, RouterProcess
+from jlora.sim.world.cluster.follower import Follower
+from jlora.sim.world.cluster.loop import Loop
+from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
 from jlora.sim.world.cluster.model import SPOILED
 from jlora.sim.world.cluster.net import DELAY_S
 from jlora.types import AdapterInfo
@@ -29,7 +31,7 @@ class Command:
     """A client's load, unload or pin of an adapter, from `begun` to `ended`.
 
     Attributes:
-        life: of the controller, by number; with it the command ends, unanswered.
+        router: whom the client asks; with its life, which `loop` is, the command ends, unanswered.
         unknown: its name stood for nothing when it came.
     """
 
@@ -37,7 +39,8 @@ class Command:
     name: str
     begun: float
     answer: Future[AdapterInfo]
-    life: int
+    router: RouterProcess
+    loop: Loop
     path: str = ""
     digest: str = ""  # of what is there
     ended: float = math.inf
@@ -47,6 +50,17 @@ class Command:
     def loaded(self) -> bool:
         """Whether its client was told so."""
         return self.answer.done() and not self.answer.cancelled() and self.answer.exception() is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may be answered yet."""
+        return not (self.answer.done() or self.loop.dead)
+
+    @property
+    def published(self) -> float:
+        """The latest time at which a load has taken place: one that another router has lost may come later."""
+        lost = isinstance(self.router.directory, Follower) and not self.loaded
+        return math.inf if lost else self.ended
 
 
 class Faults:
@@ -79,7 +93,7 @@ class Faults:
             "clients.burst": lambda: self._burst(False),
             "clients.flood": self._flood,
         }
-        self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
+        self._excused: dict[tuple[str, str], float] = {}  # (router, replica or controller's router) -> until
         self._calls_lost: dict[str, float] = {}  # replica -> when the controller's calls there were lost last
         self._spoiled: dict[str, str] = {}  # path -> what was there
         self.commands: list[Command] = []
@@ -125,8 +139,8 @@ class Faults:
                 router.loop.go_on()
             if not router.alive:
                 world.start_router(router)
-            for replica in world.replicas:
-                world.net.path(router.name, replica.name).heal()
+            for other in self._others(router):
+                world.net.path(router.name, other).heal()
         world.place()
 
     # -- what excuses a loss ------------------------------------------------------------------
@@ -135,8 +149,8 @@ class Faults:
         """A process, or a path, is disturbed: links may be lost for a while."""
         until = self._world.time.now + seconds
         for router in self._world.routers:
-            for replica in self._world.replicas:
-                pair = (router.name, replica.name)
+            for name in self._others(router):
+                pair = (router.name, name)
                 if one in pair and (not other or other in pair):
                     self._excused[pair] = max(until, self._excused.get(pair, 0.0))
 
@@ -151,6 +165,10 @@ class Faults:
         last = max(self._excused.get((router, replica.name), -1.0), self._calls_lost.get(replica.name, -1.0))
         return not replica.alive or last >= since
 
+    def apart(self, router: RouterProcess, since: float) -> bool:
+        """Whether a router may have failed to reach the controller, since then."""
+        return self._excused.get((router.name, self._world.routers[0].name), -1.0) >= since
+
     def hinders(self, router: str, replica: str) -> bool:
         """Whether messages may not arrive just now: also where the other end is gone, and only silence will tell."""
         world = self._world
@@ -163,9 +181,15 @@ class Faults:
 
     # -- the network ----------------------------------------------------------------------------
 
+    def _others(self, router: RouterProcess) -> list[str]:
+        """The processes that a router calls: the replicas, and that of the controller."""
+        first = self._world.routers[0]
+        return [*(one.name for one in self._world.replicas), *([] if router is first else [first.name])]
+
     def _pair(self) -> tuple[str, str]:
         draw = self._world.draw
-        return draw.choice(self._world.routers).name, draw.choice(self._world.replicas).name
+        router = draw.choice(self._world.routers)
+        return router.name, draw.choice(self._others(router))
 
     def _slow(self) -> bool:
         one, other = self._pair()
@@ -198,7 +222,7 @@ class Faults:
     def _lose_calls(self) -> bool:
         """Of the controller, at one replica; their link is another connection. No loss is excused by it."""
         world = self._world
-        calls = world.net.calls()
+        calls = [call for call in world.net.calls() if call.client is world.routers[0].loop]
         if calls:
             server = world.draw.choice(calls).server
             self._calls_lost[server.name] = world.time.now
@@ -214,7 +238,7 @@ class Faults:
         streams = [s for s in world.net.opened if s.client is not None and s.first and s.client.name == one]
         streams = [s for s in streams if s.server.name == other and not s.server.dead]
         if streams:
-            world.net.late_hello(world.draw.choice(streams), ATTACH)
+            world.net.late_hello(world.draw.choice(streams))
         return bool(streams)
 
     # -- processes --------------------------------------------------------------------------------
@@ -338,26 +362,25 @@ class Faults:
 
     def load(self, name: str) -> bool:
         """A client loads new weights under a name, which may be in use."""
-        router = self._world.routers[0]
+        router = self._router()
         if not router.alive:
             return False
-        path = self._written(name)
-        self._command("load", name, router.router.load_adapter(name, path, replace=True), path)
+        path = self._written(name, router is self._world.routers[0])
+        self._command("load", name, router, router.router.load_adapter(name, path, replace=True), path)
         return True
 
-    def _written(self, name: str) -> str:
+    def _written(self, name: str, in_place: bool) -> str:
         """Where new weights are: often in place of those that are served, unless somebody may read these just now."""
         world, path = self._world, ""
         assert world.adapters.controller is not None
-        row = world.adapters.controller.registry.find(name)
+        row = world.adapters.controller.registry.find(name) if in_place else None
         if row is not None and row.path not in (*self._loading(), *self._spoiled) and world.draw.random() < 0.6:
             path = row.path
             world.blame.changed(name)
         return world.adapters.write(name, path)
 
     def _loading(self) -> list[str]:
-        life = len(self._world.adapters.lives)
-        return [one.path for one in self.loads if not one.answer.done() and one.life == life]
+        return [one.path for one in self.loads if one.goes_on]
 
     def restore(self) -> None:
         """An owner puts back what is served, where a load that came to nothing has overwritten it."""
@@ -369,10 +392,12 @@ class Faults:
                 there[row.path] = row.digest
                 world.blame.changed(row.name)
 
-    def _command(self, kind: str, name: str, answer: Future[AdapterInfo], path: str = "") -> None:
+    def _command(
+        self, kind: str, name: str, router: RouterProcess, answer: Future[AdapterInfo], path: str = ""
+    ) -> None:
         world = self._world
         digest = world.disk.files.get(path, "")
-        command = Command(kind, name, world.time.now, answer, len(world.adapters.lives), path, digest)
+        command = Command(kind, name, world.time.now, answer, router, router.loop, path, digest)
         assert world.adapters.controller is not None
         command.unknown = world.adapters.controller.registry.find(name) is None
         self.commands.append(command)
@@ -389,17 +414,17 @@ class Faults:
         return self._world.draw.choice(NAMES)
 
     def _unload(self) -> bool:
-        router, name = self._world.routers[0], self._name()
+        router, name = self._router(), self._name()
         if router.alive:
             self.unloaded.add(name)
-            self._command("unload", name, router.router.unload_adapter(name))
+            self._command("unload", name, router, router.router.unload_adapter(name))
         return router.alive
 
     def _pin(self) -> bool:
-        router = self._world.routers[0]
+        router = self._router()
         if router.alive:
             name = self._name()
-            self._command("pin", name, router.router.pin_adapter(name, self._world.draw.random() < 0.7))
+            self._command("pin", name, router, router.router.pin_adapter(name, self._world.draw.random() < 0.7))
         return router.alive
 
     def _change(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -47,12 +47,12 @@ class Fibers(Threads):
         return Inline() if name == "jlora-catalogue" else Pool(self, name)
 
     def event(self) -> Event:
-        """Nothing of a controller waits for one."""
-        return threading.Event()
+        """One that fibers wait for."""
+        return FiberEvent(self)
 
     def condition(self) -> Condition:
-        """Nor for one of these."""
-        return threading.Condition()
+        """Likewise."""
+        return FiberCondition(self)
 
     def watch(self, failed: Callable[[str, BaseException], None]) -> None:
         """Fibers that fail raise in the world."""
@@ -66,9 +66,14 @@ class Fibers(Threads):
                 over.append(True)
                 self._go_on(fiber)
 
-        done.append(lambda: self._time.after(0.0, wake))
-        self._time.after(seconds, wake)
+        def soon() -> None:
+            self._time.after(0.0, wake)
+
+        done.append(soon)
+        if seconds < math.inf:
+            self._time.after(seconds, wake)
         self._hub.switch()
+        done.remove(soon)
 
     def vanish(self) -> None:
         """The process is gone: the fiber that calls never goes on."""
@@ -107,6 +112,57 @@ class Pool(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._shut = True
+
+
+class FiberEvent:
+    """As `threading.Event`."""
+
+    def __init__(self, fibers: Fibers):
+        self._fibers, self._set = fibers, False
+        self._waiting: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        self._set = True
+        for wake in self._waiting:
+            wake()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set and timeout != 0:
+            self._fibers.wait(self._waiting, math.inf if timeout is None else timeout)
+        return self._set
+
+
+class FiberCondition:
+    """As `threading.Condition`, without a lock: a fiber gives its turn away only where it waits."""
+
+    def __init__(self, fibers: Fibers):
+        self._fibers = fibers
+        self._waiting: list[Callable[[], None]] = []
+
+    def __enter__(self) -> FiberCondition:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is held."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._fibers.wait(self._waiting, math.inf if timeout is None else timeout)
+        return True
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
+        """As often as it is woken, unless it waits for some time only."""
+        while not (met := predicate()) and self.wait(timeout) and timeout is None:
+            pass
+        return met or predicate()
+
+    def notify(self) -> None:
+        for wake in self._waiting:
+            wake()
+
+    notify_all = notify
 
 
 class Inline(Executor):

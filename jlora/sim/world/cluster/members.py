@@ -25,8 +25,8 @@ from jlora.replica import ReplicaInfo
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2_grpc as public
 from jlora.serve.services import AdaptersServicer
-from jlora.sim.world.cluster.adapters import Follower
 from jlora.sim.world.cluster.blame import Blame
+from jlora.sim.world.cluster.follower import Follower
 from jlora.sim.world.cluster.loop import Loop
 from jlora.sim.world.cluster.model import STEP_S, Disk, ModelReplica
 from jlora.sim.world.cluster.net import Net, Server, Wires
@@ -36,7 +36,6 @@ ADOPT_S = (0.002, 0.05)  # to read an adapter
 SLOW_S = (0.5, 2.0)  # from a slow disk
 # The solver has all its time: how fast this machine is must not change its answer.
 BALANCE = balance.Terms(queue_s=0.1, limit_s=60.0)
-ATTACH = "/jlora.cluster.v1.Link/Attach"
 
 
 def router_of(request: str) -> str:

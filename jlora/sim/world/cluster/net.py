@@ -11,10 +11,12 @@ nothing), and an old hello that comes late.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -146,7 +148,7 @@ class Stream:
         self.task: asyncio.Task[None] | None = None  # the handler
         self.over = False
         self.first: bytes | None = None
-        self.address = ""
+        self.address = self.method = ""
 
     def cancel_handler(self) -> None:
         """The server learns that the call has ended."""
@@ -231,6 +233,11 @@ class Context:
         item = await self._stream.up.get()
         assert isinstance(item, bytes)
         return self._handler.request_deserializer(item)  # pyright: ignore[reportOptionalCall]
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """All that come."""
+        while isinstance(item := await self._stream.up.get(), bytes):
+            yield self._handler.request_deserializer(item)  # pyright: ignore[reportOptionalCall]
 
     async def write(self, message: Any) -> None:
         stream = self._stream
@@ -317,7 +324,7 @@ class Net:
         path = self.path(client.name, server.loop.name if server is not None else address)
         stream = Stream(self, client, client if server is None else server.loop, path)
         stream.up.later(lambda: self._accept(stream, address, method, metadata))
-        stream.address = address
+        stream.address, stream.method = address, method
         self.streams.append(stream)
         self.opened.append(stream)
         return stream
@@ -328,12 +335,12 @@ class Net:
         self.heard(stream, message)
         return message
 
-    def late_hello(self, stream: Stream, method: str) -> None:
+    def late_hello(self, stream: Stream) -> None:
         """Sends a stream's first message again; nobody reads the answer."""
         ghost = Stream(self, None, stream.server, stream.path)
         assert stream.first is not None
         ghost.up.send(stream.first)
-        self._accept(ghost, stream.address, method, ())
+        self._accept(ghost, stream.address, stream.method, ())
 
     def died(self, loop: Loop, silent: bool) -> None:
         """A process is gone. Its peers learn it, unless its machine is gone too."""
@@ -357,6 +364,7 @@ class Net:
     def _accept(self, stream: Stream, address: str, method: str, metadata: Sequence[tuple[str, str]]) -> None:
         server = self._servers.get(address)
         if server is None or server.loop.dead or server.loop is not stream.server:
+            stream.over = True
             stream.down.send(REFUSED)
             return
         handler = server.handlers[method]
@@ -372,7 +380,12 @@ class Net:
     async def _serve(self, handler: grpc.RpcMethodHandler, stream: Stream, context: Context) -> None:
         method: Any = handler.stream_stream
         try:
-            await method(None, context)
+            if inspect.isasyncgenfunction(method):
+                async with aclosing(method(context.messages(), context)) as told:
+                    async for message in told:
+                        await context.write(message)
+            else:
+                await method(None, context)
             stream.down.send((grpc.StatusCode.OK, ""))
         except (Aborted, asyncio.CancelledError):
             pass  # `abort` has told the status; a cancelled stream's other end knows

@@ -18,10 +18,12 @@ from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.errors import JloraError
 from jlora.sim.world.cluster import checks
-from jlora.sim.world.cluster.adapters import HOLD_S, NAMES, Adapters, Follower
+from jlora.sim.world.cluster.adapters import HOLD_S, NAMES, Adapters
 from jlora.sim.world.cluster.asks import Ask, Violation
 from jlora.sim.world.cluster.blame import Blame
-from jlora.sim.world.cluster.faults import Command, Faults
+from jlora.sim.world.cluster.faults import Faults
+from jlora.sim.world.cluster.fibers import Fibers
+from jlora.sim.world.cluster.follower import Follower
 from jlora.sim.world.cluster.heard import Heard
 from jlora.sim.world.cluster.loop import Loop, Time
 from jlora.sim.world.cluster.members import Grounds, ReplicaProcess, RouterProcess
@@ -38,6 +40,7 @@ PROBE_S = 20.0  # in which a healed service answers
 PATH_S = 1.5  # in which a message arrives that was sent while a path was slow
 TIDY_S = 30.0  # in which old versions leave the replicas: what has failed is tried again after a while
 ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
+FOLLOWED_S = 9.0  # in which a router follows again: what waits for a silent controller, and then the longest pause
 LONG = 4000  # tokens: more than a world has time for
 SESSIONS = ("", "", "s", "t")
 ASKS = 0.12  # requests that come with a step
@@ -75,6 +78,7 @@ class World:
         self.asks: list[Ask] = []
         self.going: list[Ask] = []  # those that are not over
         self.followers: list[Follower] = []
+        self.fibers: list[Fibers] = []  # of all followers
         self.gone: dict[str, float] = {}  # lives of routers, and when they ended
         self.heard = Heard(self)
         self.faults = Faults(self)
@@ -100,8 +104,11 @@ class World:
                 self.faults.restore()
                 return controller
             self.followers = [one for one in self.followers if not one.over]
-            self.followers.append(Follower(self.adapters, self.net, loop, told))
-            return self.followers[-1]
+            follower = Follower(self.adapters, self.net, loop, router.id, told)
+            self.followers.append(follower)
+            self.fibers.append(follower.fibers)
+            follower.start()
+            return follower
 
         router.start(directory, self.addresses())
 
@@ -212,6 +219,8 @@ class World:
             self._run(0.25)
             checks.often(self)
         self._await(self.asks, "has not ended")
+        if not self.time.run(self.time.now + FOLLOWED_S, lambda: checks.followed(self)):
+            raise Violation("a router does not have the controller's table again")
         probes = [self.ask(router, plain=True) for router in self.routers for _ in self.replicas]
         limit = self.time.now + PROBE_S
         self.time.run(limit, lambda: all(ask.over for ask in probes))
@@ -230,7 +239,7 @@ class World:
         self.heard.check()
         # What a router that is gone may still use is unloaded a while later.
         limit = self.time.now + HOLD_S + CALL_S
-        self.time.run(limit, lambda: not any(map(self._unanswered, self.faults.commands)))
+        self.time.run(limit, lambda: not any(one.goes_on for one in self.faults.commands))
         self._commands()
         self.time.run(self.time.now + PATH_S, lambda: not checks.running(self))  # a cancel may be on its way
         checks.at_end(self)
@@ -244,13 +253,10 @@ class World:
             checks.often(self)
             self.heard.check()
 
-    def _unanswered(self, one: Command) -> bool:
-        return not one.answer.done() and one.life == len(self.adapters.lives)
-
     def _commands(self) -> None:
-        """Commands about adapters are answered, or gone with the controller that had them."""
+        """Commands about adapters are answered, or gone with the router that had them."""
         for one in self.faults.commands:
-            if self._unanswered(one):
+            if one.goes_on:
                 raise Violation(f"the {one.kind} of {one.name} that came at {one.begun:.3f} is not answered")
             if one.answer.done() and (error := one.answer.exception()) is not None and not self.blame.command(one):
                 raise Violation(f"the {one.kind} of {one.name} has failed: {type(error).__name__}: {error}")
@@ -269,6 +275,8 @@ class World:
         for process in (*self.replicas, *self.routers):
             for loop in process.buried:
                 loop.bury()
+        for fibers in self.fibers:
+            fibers.bury()
         self.adapters.bury()
 
 
