@@ -76,6 +76,10 @@ class DataLoss(JloraError):
     """A file is damaged."""
 
 
+class WeightsGone(DataLoss):
+    """No replica has the weights with which an answer began; the same request, sent again, begins with others."""
+
+
 class Unavailable(JloraError):
     """The server is loading, draining or stopped."""
 

@@ -37,9 +37,11 @@ from jlora.config import Config
 from jlora.engine.local import LocalReplica
 from jlora.errors import (
     ConfigError,
+    DataLoss,
     FailedPrecondition,
     InvalidArgument,
     JloraError,
+    NotFound,
     QueueFull,
     ResourceExhausted,
     Unavailable,
@@ -70,6 +72,8 @@ _Inbox = queue.SimpleQueue[tuple[int, "list[TokenEvent] | BaseException"]]
 
 # Seconds without a heartbeat after which the engine counts as dead. The longest compilation is far shorter.
 _STALL_S = 600.0
+
+_CLOSED = "the model is closed; make another LLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class LLM:
         self._process = os.getpid()
         self._started = self._start(settings, progress)
         self._progress = progress
+        self._closed = False
         # For who does not call close(): on garbage collection or at exit, whichever comes first.
         self._stop = weakref.finalize(self, _close, self._started, self._process)
         LLM._open.add(self)
@@ -181,7 +186,10 @@ class LLM:
         Raises AlreadyExists if the name is in use and `replace` is False.
         """
         directory = os.path.expanduser(str(path))
-        return self._replica.load_adapter(name, directory, pinned=pinned, replace=replace, lazy=lazy).result()
+        try:
+            return self._replica.load_adapter(name, directory, pinned=pinned, replace=replace, lazy=lazy).result()
+        except (NotFound, DataLoss, InvalidArgument) as e:
+            raise type(e)(f"{e} (from {os.path.abspath(directory)})") from e
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Waits for the adapter's running requests, then frees it."""
@@ -196,6 +204,7 @@ class LLM:
 
     def close(self) -> None:
         """Stops the engine and frees the device. A second call does nothing, or finishes one that was interrupted."""
+        self._closed = True
         _close(self._started, self._process)
         self._stop.detach()
         LLM._open.discard(self)
@@ -225,6 +234,8 @@ class LLM:
                 f"LLM: belongs to process {self._process}, and cannot be used in its forked child {os.getpid()}; "
                 "start the child with multiprocessing's spawn, and make an LLM there"
             )
+        if self._closed:
+            raise Unavailable(_CLOSED)
         return self._started
 
     def _chats(self, conversations: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
@@ -331,10 +342,14 @@ class LLM:
                         continue
                 del live[i]
                 room += requests[i].sampling.n
+        except Unavailable as e:
+            if not self._closed:
+                raise
+            raise Unavailable(_CLOSED) from e
         finally:
             came = None  # an error holds this frame, and it holds the model
             handles.clear()
-            for i in live:
+            for i in () if self._closed else live:
                 self._replica.abort_named(requests[i].id, requests[i].tenant)
 
     def _submit(self, i: int, request: Request, inbox: _Inbox) -> Future[int]:

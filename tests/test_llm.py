@@ -218,6 +218,8 @@ def test_adapters_come_and_go_at_run_time(llm: LLM, files: Path):
     assert {a.name for a in llm.adapters()} == {"one", "two"}
     with pytest.raises(AlreadyExists):
         llm.load_adapter("two", files / "two")
+    with pytest.raises(NotFound, match=f"adapter directory 'nope'.* \\(from {files}/nope\\)"):
+        llm.load_adapter("three", files / "nope")
     assert llm.load_adapter("two", files / "two", replace=True).uid != info.uid
     changed = alone(llm, PROMPTS[0], "two").token_ids
     assert changed != alone(llm, PROMPTS[0]).token_ids
@@ -240,7 +242,10 @@ def test_without_a_tokenizer_ids_work_and_text_says_why_not(files: Path):
         events = llm.stream([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
         next(events)
     for call in (lambda: list(events), lambda: llm.generate([5, 6, 7])):  # closed, also under a running stream
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="the model is closed"):
+            call()
+    for call in (llm.adapters, llm.cache_stats, lambda: llm.unload_adapter("x"), lambda: llm.stream([5])):
+        with pytest.raises(Unavailable, match="the model is closed"):
             call()
     llm.close()
 

@@ -26,7 +26,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.view import View
-from jlora.errors import Busy, DataLoss, NotFound, QueueFull, ResourceExhausted, Unavailable
+from jlora.errors import Busy, DataLoss, NotFound, QueueFull, ResourceExhausted, Unavailable, WeightsGone
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
 
@@ -476,8 +476,8 @@ class Dispatcher:
             self.directory.end(routed.version, routed.delivered)
 
 
-def _changed(routed: Routed) -> DataLoss:
+def _changed(routed: Routed) -> WeightsGone:
     """No replica goes on with the weights of its first token."""
     if not routed.others:
-        return DataLoss("the model has changed: no replica has the one with which the answer began; send it again")
-    return DataLoss(f"the files of adapter {routed.request.adapter!r} have changed; send it again")
+        return WeightsGone("the model has changed: no replica has the one with which the answer began; send it again")
+    return WeightsGone(f"the files of adapter {routed.request.adapter!r} have changed; send it again")

@@ -26,7 +26,8 @@ class Answer:
     """Turns a validated request's token events into deltas, without text if there is no tokenizer. Not thread-safe."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
-        eos, before = frozenset(eos_ids), [] if tokenizer is None else _before(request, tokenizer)
+        prompt = () if request.chat else request.prompt
+        eos, before = frozenset(eos_ids), [] if tokenizer is None else _before(prompt, tokenizer)
         made = [None if tokenizer is None else Detokenizer(tokenizer, before) for _ in range(request.sampling.n)]
         self._completions = [_Completion(i, request.sampling, one, eos) for i, one in enumerate(made)]
         self._ends: list[Delta] = []
@@ -87,10 +88,29 @@ class Answer:
         )
 
 
-def _before(request: Request, tokenizer: Tokenizer) -> list[int]:
+class Offsets:
+    """Where each token begins in a text: one without text where the next does, those of one character together.
+
+    The text goes on from that of `prompt`, and its first token begins at `start`. Without a tokenizer it is empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), start: int = 0) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, _before(prompt, tokenizer))
+        self._at = start
+
+    def of(self, ids: Iterable[int]) -> list[int]:
+        """Those of the next tokens."""
+        offsets: list[int] = []
+        for token in ids:
+            offsets.append(self._at)
+            if self._detokenizer is not None:
+                self._at += len(self._detokenizer.push(token))
+        return offsets
+
+
+def _before(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """The last tokens of the prompt's text, which the answer's goes on from; none where a text begins."""
-    last = () if request.chat else request.prompt[-SPECIALS:]
-    return [token for token in last if not tokenizer.is_silent(token)][-MOST_BEFORE:]
+    return [token for token in prompt[-SPECIALS:] if not tokenizer.is_silent(token)][-MOST_BEFORE:]
 
 
 def joined(deltas: Iterable[Delta]) -> Iterator[Delta]:

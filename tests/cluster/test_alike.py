@@ -11,7 +11,7 @@ import pytest
 from jlora.cluster.alike import RECENT_S, Alike
 from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.requests import Broken
-from jlora.errors import DataLoss
+from jlora.errors import WeightsGone
 from jlora.replica import ReplicaInfo
 from tests.cluster._links import INFO, Service, answer, request, service, submit, wait_for
 from tests.cluster.test_router import whole
@@ -42,7 +42,7 @@ def test_an_answer_ends_when_all_replicas_serve_another_model_and_a_request_with
         wait_for(lambda: len(made.replicas[0].running) == 2)
         made.kill(made.replicas[0])
         begun.wait()
-        assert isinstance(begun.last.error, DataLoss) and "the model has changed" in str(begun.last.error)
+        assert isinstance(begun.last.error, WeightsGone) and "the model has changed" in str(begun.last.error)
         assert begun.tokens() == answer(ASKED)[: len(begun.tokens())]
         whole(waits, request("waits", max_tokens=5), made)
         assert used(made) == {"r1"} and len(made.replicas[1].started) == 1

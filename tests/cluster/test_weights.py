@@ -10,7 +10,7 @@ import pytest
 from jlora.cluster.directory import Version
 from jlora.cluster.routing.policy import Ask, Bookless, up
 from jlora.cluster.view import View
-from jlora.errors import DataLoss
+from jlora.errors import WeightsGone
 from tests.cluster import _port as port
 from tests.cluster._links import Client, Service, answer, request, service, submit, wait_for
 
@@ -66,7 +66,7 @@ def test_it_goes_past_replicas_with_other_weights_to_one_that_has_its_own():
 def test_it_ends_when_no_other_replica_has_its_weights_in_memory(digests: str, holds: str, starts: list[int]):
     with moved(digests, holds) as (made, client):
         client.wait()
-        assert isinstance(client.last.error, DataLoss)
+        assert isinstance(client.last.error, WeightsGone)
         assert "the files of adapter 'x' have changed" in str(client.last.error)
         assert client.tokens() == answer(ASKED, 0)[: len(client.tokens())]
         assert tried(made) == starts
@@ -79,5 +79,5 @@ def test_it_ends_when_the_last_replica_with_its_weights_is_lost_too():
         last.paused = True
         made.kill(last)
         client.wait()
-        assert isinstance(client.last.error, DataLoss) and tried(made) == [1, 1, 1]
+        assert isinstance(client.last.error, WeightsGone) and tried(made) == [1, 1, 1]
         assert not made.directory.uses["x@1"]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jlora.serve.stream import Offsets
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import Delta, Timing, TokenLogprob, Usage
 
@@ -137,31 +138,36 @@ class Completions(Answers):
 
     def __init__(self, asked: Asked, tokens: Tokens):
         super().__init__(asked, tokens)
-        self._chars: dict[int, int] = {}  # of a choice's text so far
+        self._shown = Counter[int]()  # characters of a choice so far
+        self._offsets: dict[int, Offsets] = {}  # of a choice's tokens, without those of an echo
 
     def choice(self, place: int, delta: Delta, piece: bool, first: bool) -> dict[str, Any]:
-        echo = self.asked.echoes[place] if self.asked.echoes and first else ""
-        return {"text": echo + delta.text, "logprobs": self._logprobs(place, delta, bool(self.asked.echoes))}
+        text = (self.asked.echoes[place] if self.asked.echoes and first else "") + delta.text
+        self._shown[self.index(place, delta)] += len(text)
+        return {"text": text, "logprobs": self._logprobs(place, delta)}
 
-    def _logprobs(self, place: int, delta: Delta, echo: bool) -> dict[str, Any] | None:
+    def _logprobs(self, place: int, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
-        entries: list[TokenLogprob | None] = (
-            [*(delta.prompt_logprobs or ()), *delta.logprobs] if echo else [*delta.logprobs]
-        )
+        echoed = (delta.prompt_logprobs or ()) if self.asked.echoes else ()
+        entries: list[TokenLogprob | None] = [*echoed, *delta.logprobs]
         ids = [entry.token_id if entry else self.asked.prompts[place][0] for entry in entries]
-        texts = [self.tokens.text(i) for i in ids]
-        at, offsets = self._chars.get(self.index(place, delta), 0), []
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
-        self._chars[self.index(place, delta)] = at
+        offsets = self._begins(place, delta, ids[: len(echoed)], ids[len(echoed) :])
         return {
-            "tokens": texts,
+            "tokens": [self.tokens.text(i) for i in ids],
             "token_logprobs": [entry and entry.logprob for entry in entries],
             "top_logprobs": [entry and self._likely(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _begins(self, place: int, delta: Delta, echoed: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """Where the tokens begin in the choice's text; those that a stop has cut off it, at its end."""
+        index, tokenizer = self.index(place, delta), self.tokens.tokenizer
+        echo = len(self.asked.echoes[place]) if self.asked.echoes else 0
+        if index not in self._offsets:
+            self._offsets[index] = Offsets(tokenizer, self.asked.prompts[place], echo)
+        offsets = [*(min(at, echo) for at in Offsets(tokenizer).of(echoed)), *self._offsets[index].of(ids)]
+        return [min(at, self._shown[index]) for at in offsets] if delta.finish_reason else offsets
 
     def _likely(self, entry: TokenLogprob) -> dict[str, float]:
         return {self.tokens.text(t): p for t, p in [*reversed(entry.top), (entry.token_id, entry.logprob)]}

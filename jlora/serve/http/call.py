@@ -18,6 +18,7 @@ from jlora.serve.access.caller import ANYBODY, Need
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 from jlora.serve.http.encoding import PIECE, encode
+from jlora.serve.status import DeadlineExceeded
 
 JSON = "application/json"
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -39,6 +40,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig):
         self.body = b""
         self.caller = ANYBODY  # the endpoint says who
+        self.names: Mapping[str, str] = {}  # what the client calls a field that the shared code calls otherwise
         self.leaves: Callable[[], bool] = lambda: False  # whether the client had better connect elsewhere
         self.matched: Mapping[str, str] = scope.get("path_params", {})  # what the route's pattern matched
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -63,7 +65,7 @@ class Call:
             raise failures.BodyTooLarge(f"the body has {size} bytes, limit serve.max_request_mib = {limit:g}")
 
     async def read(self) -> None:
-        """Takes the body. Raises BodyTooLarge, and InvalidArgument for one that does not arrive."""
+        """Takes the body. Raises BodyTooLarge, and DeadlineExceeded for one that does not arrive."""
         parts, size, more = [], 0, True
         try:
             async with asyncio.timeout(self._config.stall_s):
@@ -76,7 +78,7 @@ class Call:
                     self._check_size(size)
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise InvalidArgument(f"the body has not arrived in serve.stall_s = {self._config.stall_s:g} s") from None
+            raise DeadlineExceeded(f"the body has not arrived in serve.stall_s = {self._config.stall_s:g} s") from None
         self.body = b"".join(parts)
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
@@ -107,7 +109,7 @@ class Call:
 
     async def fail(self, error: BaseException, where: str) -> None:
         """An error as the answer, or as the last event of a stream, if the client reads it."""
-        status, value, headers = failures.answer(self.caller.told(error), where)
+        status, value, headers = failures.answer(self.caller.told(error), where, self.names)
         with suppress(ResourceExhausted):  # it reads nothing, and has been cut off
             if not self._started:
                 await self.json(value, status, headers)
@@ -184,6 +186,7 @@ class Endpoint:
         with tenant, gate.call(call.size, not self._queued, call.caller.tenant) as has:
             if posted:
                 _check_type(call.headers.get("content-type", ""))
+                _check_coding(call.headers.get("content-encoding", ""))
                 await call.read()
                 has(len(call.body))  # one in chunks has not said how long it is
             await _while_here(call, self._handler(call))
@@ -208,6 +211,11 @@ def _check_type(given: str) -> None:
     """A browser asks before it sends JSON to a foreign host; other types could come from any page."""
     if given.partition(";")[0].strip().lower() != JSON:
         raise InvalidArgument(f"content-type = {given[:60]!r}: must be {JSON}")
+
+
+def _check_coding(given: str) -> None:
+    if given.strip().lower() not in ("", "identity"):
+        raise failures.BodyEncoded(f"content-encoding = {given[:60]!r}: must be identity; send the body as it is")
 
 
 async def _while_here(call: Call, work: Awaitable[None]) -> None:

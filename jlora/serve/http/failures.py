@@ -17,6 +17,18 @@ class BodyTooLarge(errors.JloraError):
     """The body passes `serve.max_request_mib`."""
 
 
+class BodyEncoded(errors.JloraError):
+    """The body is compressed, or encoded otherwise."""
+
+
+class PastContext(errors.OutOfRange):
+    """The prompt, alone or with `max_tokens`, passes the context of `max_len` tokens."""
+
+    def __init__(self, message: str, max_len: int):
+        super().__init__(message)
+        self.max_len = max_len
+
+
 class Failure(NamedTuple):
     """Status, type and code of an error class."""
 
@@ -30,16 +42,18 @@ FAILURES: Mapping[type[Exception], Failure] = {
     errors.OutOfRange: Failure(400, "context_length_exceeded"),
     errors.FailedPrecondition: Failure(400, "not_supported"),
     errors.DataLoss: Failure(400, "damaged_file"),
+    errors.WeightsGone: Failure(503, "weights_gone", retry=True),
     errors.ResourceExhausted: Failure(400, "does_not_fit"),
     errors.ShortOfMemory: Failure(503, "unavailable", retry=True),
     errors.NotFound: Failure(404, "model_not_found"),
     errors.AlreadyExists: Failure(409, "already_exists"),
     BodyTooLarge: Failure(413, "request_too_large"),
+    BodyEncoded: Failure(415, "unsupported_encoding"),
     errors.Busy: Failure(429, "rate_limit_exceeded", retry=True),
     errors.Unauthenticated: Failure(401, "invalid_api_key"),
     errors.PermissionDenied: Failure(403, "permission_denied"),
     errors.Unavailable: Failure(503, "unavailable", retry=True),
-    DeadlineExceeded: Failure(504, "deadline_exceeded"),
+    DeadlineExceeded: Failure(408, "deadline_exceeded"),  # of the request's arrival: HTTP has no other
 }
 # What the shared code calls a field -> its name in a body.
 _NAMES = {
@@ -56,15 +70,19 @@ UNKNOWN = "is not a field of this request"  # the client's own word for it stays
 _FIELD = re.compile(r"([a-z_][\w.\[\]]*)(?= = |: )")
 
 
-def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers for a client."""
+def answer(
+    error: BaseException, where: str, names: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for a client. `names`: what this request calls a field that others call otherwise."""
     failure = entry_of(FAILURES, error)
     if failure is None:
         return 500, body(500, opaque(error, where)), {}
     said = shortened(str(error))
     found = _FIELD.match(said)
-    field = None if found is None else found[1] if UNKNOWN in said else _named(found[1])
+    field = None if found is None else found[1] if UNKNOWN in said else _named(found[1], names or {})
     message = said if found is None else f"{field}{said[found.end() :]}"
+    if isinstance(error, PastContext):  # clients know it by these words
+        message = f"This model's maximum context length is {error.max_len} tokens. {message}"
     headers = {}
     if failure.retry:
         headers["retry-after"] = str(math.ceil(error.retry_s if isinstance(error, errors.Busy) else RETRY_S))
@@ -73,10 +91,10 @@ def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[
     return failure.status, body(failure.status, message, field, failure.code), headers
 
 
-def _named(field: str) -> str:
+def _named(field: str, names: Mapping[str, str]) -> str:
     """The field of a body that the shared code calls by another name: `token_ids[3]` is `tokens[3]`."""
     name, bracket, place = field.partition("[")
-    return _NAMES.get(name, name) + bracket + place
+    return (names.get(name) or _NAMES.get(name, name)) + bracket + place
 
 
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jlora.errors import InvalidArgument
+from jlora.errors import InvalidArgument, OutOfRange
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation, merged, together
 from jlora.serve.http.answers import Answers, Asked, ChatAnswers, Completions, Tokens
 from jlora.serve.http.call import DONE, Call, event
+from jlora.serve.http.failures import PastContext
 from jlora.serve.http.schema import (
     ChatBody,
     CompletionBody,
@@ -57,6 +58,7 @@ class Inference:
     async def chat(self, call: Call) -> None:
         """`/v1/chat/completions`."""
         body = read(call.body, ChatBody)
+        call.names = body.names
         _check_stream(body, False)
         sampling = body.sampling(logprobs=body.most_likely(), max_tokens=body.most_tokens())
         chat = body.chat()
@@ -74,7 +76,7 @@ class Inference:
         draft = Request(
             uuid.uuid4().hex, (), adapter=adapter, tenant=caller.tenant_of(""), cache_salt=body.cache_salt or ""
         )
-        ready = await self._texts.request(body.asked(), draft)
+        ready = await self._request(body.asked(), draft)
         with self._backend.telling():
             result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         coming = {"cached_tokens": result.cached_tokens, "coming_bytes": result.coming_bytes}
@@ -83,6 +85,7 @@ class Inference:
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`."""
         body = read(call.body, TokenizeBody)
+        await self._check_model(call, body.model)
         limits, prompt = self._backend.loaded.info.limits, body.asked()
         ids = await self._texts.tokenize(prompt, body.add_special_tokens)
         tokens = Tokens(self._backend.tokenizer, by_id=False)
@@ -96,7 +99,14 @@ class Inference:
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`; special tokens show by name, as in vLLM."""
         body = read(call.body, DetokenizeBody)
+        await self._check_model(call, body.model)
         await call.json({"prompt": await self._texts.detokenize(body.tokens, keep_special=True)})
+
+    async def _check_model(self, call: Call, model: str | None) -> None:
+        """Raises NotFound for a model that is not served, though all of them have one tokenizer."""
+        adapter = self._backend.adapter_of(call.caller, model or "")
+        if adapter is not None:
+            await asyncio.wrap_future(self._backend.loaded.adapter(adapter))
 
     def _check_count(self, completions: int) -> None:
         if completions > (most := self._backend.room.most):
@@ -119,13 +129,19 @@ class Inference:
             session=body.session(call.headers.get(SESSION, "")),
         )
         if len(prompts) == 1:
-            return [await self._texts.request(prompts[0], draft, body.usual)]
+            return [await self._request(prompts[0], draft, body.usual)]
         requests = []
         for i, prompt in enumerate(prompts):
-            requests.append(await self._texts.request(prompt, replace(draft, id=f"{name}-{i}"), body.usual))
+            requests.append(await self._request(prompt, replace(draft, id=f"{name}-{i}"), body.usual))
             if not (i + 1) % PROMPTS:
                 await asyncio.sleep(0)
         return requests
+
+    async def _request(self, prompt: Prompt, draft: Request, usual: int | None = None) -> Request:
+        try:
+            return await self._texts.request(prompt, draft, usual)
+        except OutOfRange as e:
+            raise PastContext(str(e), self._backend.loaded.info.limits.max_len) from e
 
     async def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else await self._texts.detokenize(prompt, keep_special=False)

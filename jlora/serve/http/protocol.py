@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 64 << 10  # of a request's line and headers
 HEAD_S = 30.0  # for a head to arrive
@@ -94,8 +97,23 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif not self.parser.should_upgrade():
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.send = partial(_unchunked, self.cycle, self.cycle.send)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
         self._borders += 1
+
+
+async def _unchunked(cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
+    """Sends a part of an answer to a client of HTTP/1.0: a body without a length ends with the connection.
+
+    uvicorn would send it in chunks, and takes no more of a body without them than its length.
+    """
+    if message["type"] == "http.response.start":
+        sized = any(name == b"content-length" for name, _ in message["headers"])
+        cycle.chunked_encoding = None if sized else False
+    else:
+        cycle.expected_content_length = max(cycle.expected_content_length, len(message["body"]))
+    await send(message)

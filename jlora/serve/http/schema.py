@@ -230,6 +230,12 @@ class ChatBody(_with(GenerationBody, _CHAT), kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What the shared code calls a field -> its name in this body."""
+        length = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {"prompt": "messages", "logprobs": "top_logprobs", **length}
+
     def chat(self) -> Chat:
         """The conversation. Raises InvalidArgument for content that is no text."""
         return conversation(self.messages, self.add_generation_prompt is not False)

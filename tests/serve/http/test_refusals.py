@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import logging
 import socket
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import httpx
 import openai
 import pytest
 
 from jlora.config import ServeConfig
-from jlora.errors import ShortOfMemory
+from jlora.errors import DataLoss, ShortOfMemory, WeightsGone
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures, protocol
 from jlora.serve.http.schema import MAX_PARTS, ChatBody, CompletionBody
+from jlora.serve.status import status_of
 from jlora.serve.texts import MAX_MESSAGES
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, request, serving, wait_until
 
@@ -198,9 +203,24 @@ def test_past_the_context(client: openai.OpenAI, http: httpx.Client):
     for fields in ({"prompt": [5] * MAX_LEN}, {"max_tokens": MAX_LEN}):
         error = refused(http.post("/v1/completions", json={**COMPLETION, **fields}), 400, str(MAX_LEN))
         assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith(f"This model's maximum context length is {MAX_LEN} tokens. ")
     with pytest.raises(openai.BadRequestError) as e:
         client.completions.create(model="base", prompt="x" * 500_000)
     assert e.value.code == "context_length_exceeded" and e.value.param == "prompt"
+    assert "This model's maximum context length is" in str(e.value) and "prompt: has 500000 characters" in str(e.value)
+
+
+def test_a_chats_errors_name_the_fields_that_it_has(http: httpx.Client):
+    for fields, param in (
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": MAX_LEN}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "é " * MAX_LEN}]}, "messages"),
+    ):
+        error = refused(http.post("/v1/chat/completions", json={"messages": [USER], **fields}), 400, param=param)
+        assert f"{param}: " in error["message"] or f"{param} = " in error["message"], error
 
 
 def test_an_unknown_model_is_404_with_near_names(client: openai.OpenAI):
@@ -208,6 +228,37 @@ def test_an_unknown_model_is_404_with_near_names(client: openai.OpenAI):
         with pytest.raises(openai.NotFoundError, match="upper") as e:
             client.completions.create(model="uper", prompt="Hello", stream=stream)
         assert e.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "Hello"}), ("/detokenize", {"tokens": [5]})])
+def test_the_tokenizers_calls_know_their_models(http: httpx.Client, path: str, body: dict[str, Any]):
+    error = refused(http.post(path, json={**body, "model": "uper"}), 404, "uper", "did you mean 'upper'?")
+    assert error["code"] == "model_not_found"
+    for model in ("base", "upper", "base:upper", "", None):
+        assert http.post(path, json={**body, "model": model}).status_code == 200
+
+
+def test_a_body_that_arrives_too_slowly_may_be_sent_again(served: Served):
+    """Clients send it again after a 408."""
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0, stall_s=0.2)) as impatient:
+        url = urlsplit(impatient.http)
+        with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            answer = HTTPResponse(raw)
+            answer.begin()
+            error = json.loads(answer.read())["error"]
+    assert (answer.status, error["code"]) == (408, "deadline_exceeded") and "serve.stall_s = 0.2 s" in error["message"]
+
+
+def test_a_body_with_a_coding_is_415(http: httpx.Client):
+    body, kind = gzip.compress(json.dumps(COMPLETION).encode()), {"content-type": "application/json"}
+    answer = http.post("/v1/completions", content=body, headers={**kind, "content-encoding": "gzip"})
+    refused(answer, 415, "content-encoding = 'gzip': must be identity")
+    plain = {**kind, "content-encoding": "Identity"}
+    assert http.post("/v1/completions", content=json.dumps(COMPLETION), headers=plain).status_code == 200
 
 
 def test_a_body_past_the_limit_is_413_before_it_is_read(served: Served, http: httpx.Client):
@@ -231,6 +282,14 @@ def test_a_body_past_the_limit_is_413_before_it_is_read(served: Served, http: ht
 def test_short_memory_is_a_passing_state_of_the_server_and_no_fault_of_the_request():
     status, body, headers = failures.answer(ShortOfMemory("too little memory; try again later"), "/v1/completions")
     assert (status, headers["retry-after"]) == (503, "1") and "try again later" in body["error"]["message"]
+
+
+def test_an_answer_whose_weights_are_gone_may_be_sent_again():
+    gone = WeightsGone("the files of adapter 'x' have changed; send it again")
+    status, body, headers = failures.answer(gone, "/v1/completions")
+    assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "weights_gone")
+    assert status_of(gone, "Generate") == (grpc.StatusCode.DATA_LOSS, str(gone))
+    assert failures.answer(DataLoss("a damaged file"), "/v1/completions")[0] == 400
 
 
 def test_a_full_queue_is_429_with_a_time_to_wait(served: Served, http: httpx.Client):
