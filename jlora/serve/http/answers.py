@@ -28,6 +28,11 @@ class Tokens:
             return f"token_id:{token_id}"
         return self.tokenizer.token_text(token_id)
 
+    def name(self, token_id: int) -> str:
+        """Its text; of a part of a character its bytes, as OpenAI writes them: the texts of two would be alike."""
+        text = self.text(token_id)
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in self.raw(token_id)) if "\ufffd" in text else text
+
     def raw(self, token_id: int) -> bytes:
         """The bytes of a token; a character may need several tokens."""
         known = None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
@@ -154,7 +159,7 @@ class Completions(Answers):
         ids = [entry.token_id if entry else self.asked.prompts[place][0] for entry in entries]
         offsets = self._begins(place, delta, ids[: len(echoed)], ids[len(echoed) :])
         return {
-            "tokens": [self.tokens.text(i) for i in ids],
+            "tokens": [self.tokens.name(i) for i in ids],
             "token_logprobs": [entry and entry.logprob for entry in entries],
             "top_logprobs": [entry and self._likely(entry) for entry in entries],
             "text_offset": offsets,
@@ -170,7 +175,7 @@ class Completions(Answers):
         return [min(at, self._shown[index]) for at in offsets] if delta.finish_reason else offsets
 
     def _likely(self, entry: TokenLogprob) -> dict[str, float]:
-        return {self.tokens.text(t): p for t, p in [*reversed(entry.top), (entry.token_id, entry.logprob)]}
+        return {self.tokens.name(t): p for t, p in [*reversed(entry.top), (entry.token_id, entry.logprob)]}
 
 
 class ChatAnswers(Answers):

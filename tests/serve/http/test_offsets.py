@@ -62,6 +62,19 @@ def test_a_token_that_a_stop_cuts_off_begins_at_the_end():
     assert offsets[0] == 0 and offsets[-1] == 2 and offsets == sorted(offsets)
 
 
+@pytest.mark.parametrize("make", [_tokenizers.byte_level, _tokenizers.byte_fallback])
+def test_parts_of_a_character_have_names_of_their_own(make: Callable[[], Core]):
+    """Both would decode to U+FFFD, and one would replace the other."""
+    tokenizer = Tokenizer(make(), {})
+    parts = [token for token in tokenizer.encode("日", special=False) if "\ufffd" in tokenizer.token_text(token)]
+    entry = TokenLogprob(parts[0], -1.0, ((parts[0], -1.0), (parts[1], -2.0)))
+    delta = Delta(0, "", (parts[0],), (entry,), None, "length")
+    made = Completions(Asked("c", "base", 1, False, [[1]]), Tokens(tokenizer, by_id=False)).whole([[delta]], TOTALS)
+    logprobs = made["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"bytes:\\xe6": -1.0, "bytes:\\x97": -2.0}]
+    assert logprobs["tokens"] == ["bytes:\\xe6"]
+
+
 def test_a_stream_has_the_offsets_of_the_whole(client: openai.OpenAI):
     asked: dict[str, Any] = {"model": "wide", "prompt": "Hello", "max_tokens": 40, "logprobs": 1, "temperature": 0}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
