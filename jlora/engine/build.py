@@ -49,7 +49,9 @@ from jlora.errors import ConfigError, DataLoss, FailedPrecondition, JloraError, 
 from jlora.layout import PoolLayout
 from jlora.memory import KEPT_BYTES
 from jlora.model import checkpoint, hub, sharding
+from jlora.model.config_json import warn_of_generation
 from jlora.model.llama import Params
+from jlora.model.own_chat import OwnChat
 from jlora.model.spec import ModelSpec, sites_of
 from jlora.ports import OsThreads, System, Threads
 from jlora.replica import ReplicaInfo
@@ -99,6 +101,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     kept = compile_cache.use(config.serve.compile_cache)
     directory = Path(hub.resolve(config.model.path))  # once: a hub's `main` may move
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
+    warn_of_generation(directory)
     mesh = sharding.make_mesh(config.model.tp)
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
@@ -106,7 +109,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     for difference in compile_cache.differences(kept, compiled_for(info, spec, layout)):
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
-    reader = _reader(config.adapters, spec, layout, base_names, system)
+    reader = _reader(config.adapters, spec, layout, base_names, system, OwnChat(directory, system.files))
     steps = fitted_steps(config, spec, layout)
     catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
     failed.callback(catalogue.close)
@@ -173,11 +176,16 @@ def _host_blocks(config: Config, found: list[Row | NewAdapter], reader: Reader) 
 
 
 def _reader(
-    adapters: AdaptersConfig, spec: ModelSpec, layout: PoolLayout, base_names: tuple[str, ...], system: System
+    adapters: AdaptersConfig,
+    spec: ModelSpec,
+    layout: PoolLayout,
+    base_names: tuple[str, ...],
+    system: System,
+    own_chat: OwnChat,
 ) -> Reader:
     """Reads the adapters that this engine serves."""
-    rank, targets = adapters.max_rank, adapters.target_modules
-    return Reader(spec, layout, rank, base_names, system.files, system.clock, targets, system.memory)
+    rank, targets, files = adapters.max_rank, adapters.target_modules, system.files
+    return Reader(spec, layout, rank, base_names, files, system.clock, targets, system.memory, own_chat=own_chat)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:

@@ -34,6 +34,7 @@ from jlora.engine.records import NewAdapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
 from jlora.memory import WAIT_S, Memory, unlimited
+from jlora.model.own_chat import OwnChat
 from jlora.model.spec import TARGETS, ModelSpec
 from jlora.ports import Clock, Files, Stamp
 
@@ -49,6 +50,7 @@ class Reader:
     Attributes:
         base_names: what an adapter may call this base.
         targets: `adapters.target_modules`.
+        own_chat: tells of adapters whose own tokenizer files differ from the base's.
         memory: what reading takes is promised there; wait_s: seconds that a read may wait for others' memory.
     """
 
@@ -61,6 +63,7 @@ class Reader:
     targets: str = "all"
     memory: Memory = field(default_factory=unlimited)
     wait_s: float = WAIT_S
+    own_chat: OwnChat | None = None
 
     @property
     def fits(self) -> str:
@@ -120,6 +123,8 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
 
         adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
         packed = pack(adapter, reader.layout)
+    if reader.own_chat is not None:
+        reader.own_chat.compare(name, path, adapter.digest)
     return NewAdapter(
         name=name,
         digest=adapter.digest,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jlora.errors import DataLoss, InvalidArgument, NotFound
-from jlora.model.fields import AboveZero, Fields, Flag, Positive, parse
+from jlora.model.fields import AboveZero, Fields, Flag, Positive, parse, short
 from jlora.model.spec import ModelSpec, RopeScaling
 from jlora.model.token_names import end_token
 
@@ -28,6 +28,17 @@ _MISTRAL_WINDOW = 4096  # tokens
 
 # float16 is served as bfloat16, which has the same size and does not overflow in the activations.
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+
+# What transformers' `generate` takes from `generation_config.json` (vLLM takes some of it) -> values of no effect,
+# beside null and what is empty.
+_UNUSED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "guidance_scale", "num_beams"), (1,)),
+    **dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0, -1)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("max_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ()),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "stop_strings"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "penalty_alpha"), ()),
+}
 
 # Keys that may change the computation -> values that do not.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -67,7 +78,7 @@ def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_le
         head_dim=_head_dim(config, width, heads),
         max_len=context(config.read("max_position_embeddings", Positive), max_model_len),
         rope_theta=(config if rope.tree.get("rope_theta") is None else rope).read("rope_theta", AboveZero, 10000.0),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=_rope_scaling(rope, config),
         norm_eps=config.read("rms_norm_eps", AboveZero),
         tied=config.read("tie_word_embeddings", Flag, False),
         dtype=_dtype(config, dtype),
@@ -75,6 +86,18 @@ def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_le
     )
     _check_window(config, spec)
     return with_tokenizers_end(_with_end_tokens(spec, config, directory), directory)
+
+
+def warn_of_generation(directory: Path) -> None:
+    """Logs what `generation_config.json` sets for requests elsewhere, and jlora leaves to each request."""
+    file = directory / GENERATION
+    tree = read_json(file) if file.exists() else {}
+    found = {k: tree[k] for k, neutral in _UNUSED.items() if tree.get(k) not in (None, [], {}, *neutral)}
+    if found:
+        logger.warning(
+            "%s: not applied: %s; requests decide, so send them with each request",
+            GENERATION, ", ".join(f"{key} = {short(value)}" for key, value in found.items()),
+        )  # fmt: skip
 
 
 def context(longest: int, wanted: int) -> int:
@@ -125,7 +148,7 @@ def _rope(config: Fields) -> Fields:
     return Fields(settings, f"{config.where}: {key}")
 
 
-def _rope_scaling(rope: Fields) -> RopeScaling | None:
+def _rope_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
     key = "rope_type" if "rope_type" in rope.tree else "type"
     kind = rope.tree.get(key, "default")
     if rope.tree.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -140,7 +163,11 @@ def _rope_scaling(rope: Fields) -> RopeScaling | None:
     low, high = rope.read("low_freq_factor", AboveZero), rope.read("high_freq_factor", AboveZero)
     if high <= low:
         raise rope.bad("high_freq_factor", high, f"must be above low_freq_factor = {low}")
-    return RopeScaling(kind, factor, low, high, rope.read("original_max_position_embeddings", Positive))
+    key = "original_max_position_embeddings"
+    inner, outer = rope.read(key, Positive), config.tree.get(key)
+    if outer not in (None, inner):  # transformers takes it, and older versions do not
+        raise config.bad(key, outer, f"differs from the {inner} of {rope.where}; keep one of them")
+    return RopeScaling(kind, factor, low, high, inner)
 
 
 def _dtype(config: Fields, wanted: str) -> str:

@@ -70,10 +70,10 @@ class Template:
         except msgspec.ValidationError as e:
             problem, _, where = str(e).partition(" - at `$")
             raise InvalidArgument(f"messages{where.rstrip('`')}: {problem[0].lower()}{problem[1:]}") from e
-        values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, **specials}
+        chat = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, "add_generation_prompt": ask}
         try:
             with self._environment.bounded():
-                return self._template.render(**values, add_generation_prompt=ask)
+                return self._template.render({**specials, **chat})
         except jinja2.TemplateError as e:
             raise InvalidArgument(f"chat: the model's chat template refuses the messages: {e}") from e
         except _FAULTS as e:  # these errors may quote a message's text

@@ -37,6 +37,7 @@ class Tokenizer:
         """`config` is the content of `tokenizer_config.json`, `template` the default chat template."""
         core.no_truncation()
         core.no_padding()
+        core.encode_special_tokens = bool(config.get("split_special_tokens"))  # their names in a text are text
         self._core = core
         self._specials = token_names.specials(config)
         self._set_post_processor(config)
@@ -57,8 +58,9 @@ class Tokenizer:
         except Exception as e:  # the library raises plain Exception
             raise DataLoss(f"tokenizer.json: cannot be read: {e}") from e
         config = token_names.config(directory)
-        _add_tokens(core, token_names.added(directory, config), frozenset(token_names.specials(config).values()))
-        return cls(core, config, _find_template(directory, config))
+        _add_tokens(core, token_names.added(directory, config), config)
+        _add_specials(core, config, token_names.vocabulary(directory))
+        return cls(core, config, token_names.chat_template(_read(directory / token_names.TEMPLATE), config))
 
     @property
     def has_chat(self) -> bool:
@@ -175,23 +177,50 @@ def _read(file: Path) -> str | None:
         raise DataLoss(f"{file.name}: cannot be read: {e}") from e
 
 
-def _add_tokens(core: tokenizers.Tokenizer, added: Sequence[Added], specials: frozenset[str]) -> None:
-    """Adds what `tokenizer.json` lacks, and makes special what the configuration names so, as transformers does.
+def _add_tokens(core: tokenizers.Tokenizer, added: Sequence[Added], config: Mapping[str, Any]) -> None:
+    """Adds what `tokenizer.json` lacks, as transformers does.
 
     Raises FailedPrecondition if a token would get another id than the one that the model was trained with.
     """
-    known = {token.content: token for token in core.get_added_tokens_decoder().values()}
+    known = _known(core)
+    special = frozenset(token_names.specials(config).values())
     for token in added:
         before = core.token_to_id(token.content)
-        _add(core, known, token, special=token.special or token.content in specials)
+        # The flags of an older file are worth less than those of tokenizer.json.
+        flags = token if config.get(token_names.BY_ID) else known.get(token.content, token)
+        _add(core, known, flags, special=flags.special or token.content in special)
         if before is None and (found := core.token_to_id(token.content)) != token.id:
             raise FailedPrecondition(
                 f"added token {token.content!r}: its id is {token.id} by the tokenizer's configuration, and would be "
                 f"{found} behind those of {token_names.CORE}; save the tokenizer again"
             )
-    for content in sorted(specials - {token.content for token in added}):
-        if core.token_to_id(content) is not None:  # otherwise a name that no model was trained with
-            _add(core, known, known.get(content) or Added(content, normalized=False), special=True)
+
+
+def _add_specials(core: tokenizers.Tokenizer, config: Mapping[str, Any], vocabulary: int | None) -> None:
+    """Makes special what the configuration names or lists, and gives what has no id the next one, as transformers does.
+
+    A listed token that is an added one keeps its flags. Raises FailedPrecondition if a listed one gets an id that the
+    model lacks. A named one, such as a `pad_token`, is left out then: nobody writes it.
+    """
+    known = _known(core)
+    for token in token_names.named(config).values():
+        room = vocabulary is None or core.get_vocab_size() < vocabulary
+        if room or core.token_to_id(token.content) is not None:
+            _add(core, known, known.get(token.content, token), special=True)
+    for token in token_names.unnamed(config):
+        if token.content in known:
+            continue
+        _add(core, known, token, special=token.special)
+        found = core.token_to_id(token.content)
+        if vocabulary is not None and (found is None or found >= vocabulary):
+            raise FailedPrecondition(
+                f"{token_names.CONFIG}: special token {token.content!r} gets id {found} behind those of "
+                f"{token_names.CORE}: must be below the model's vocab_size = {vocabulary}; save the tokenizer again"
+            )
+
+
+def _known(core: tokenizers.Tokenizer) -> dict[str, tokenizers.AddedToken]:
+    return {token.content: token for token in core.get_added_tokens_decoder().values()}
 
 
 def _add(core: tokenizers.Tokenizer, known: Mapping[str, tokenizers.AddedToken], token: Any, special: bool) -> None:
@@ -200,13 +229,3 @@ def _add(core: tokenizers.Tokenizer, known: Mapping[str, tokenizers.AddedToken],
     wanted = tokenizers.AddedToken(token.content, special=special, **flags)
     if known.get(token.content) != wanted:  # each one makes the library build its search anew
         (core.add_special_tokens if special else core.add_tokens)([wanted])
-
-
-def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The default chat template: its own file first, then `tokenizer_config.json`."""
-    if (own := _read(directory / "chat_template.jinja")) is not None:
-        return own
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = next((t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == "default"), None)
-    return found if isinstance(found, str) else None

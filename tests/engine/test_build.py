@@ -305,3 +305,18 @@ def test_a_start_says_how_many_adapters_are_in_memory_and_which_key_changes_that
     built.engine.close()
     said = [message for message in caplog.messages if "adapters are in host memory" in message]
     assert len(said) == 1 and re.fullmatch(line, said[0]), said
+
+
+def test_a_start_tells_once_what_of_the_models_and_an_adapters_files_it_does_not_use(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    model, adapter = tmp_path / "model", _make.make_adapter(tmp_path / "a", SPEC)
+    shutil.copytree(tiny_model, model)
+    for directory, end in ((model, "</s>"), (adapter, "<|im_end|>")):
+        _make.write_json(directory / "tokenizer_config.json", {"eos_token": end})
+    _make.write_json(model / "generation_config.json", {"eos_token_id": 2, "repetition_penalty": 1.5})
+    keys = {"cache.block_tokens": BLOCK_TOKENS, "engine.warmup": False, "adapters.paths": {"a": str(adapter)}}
+    built = build.build(config.load(None, {**SMALL, "model.path": str(model), **keys}), progress=False)
+    built.engine.close()
+    for said in ("repetition_penalty = 1.5", 'adapter a: its own eos_token "<|im_end|>"'):
+        assert sum(said in message for message in caplog.messages) == 1

@@ -11,6 +11,7 @@ import pytest
 
 from jlora.errors import DataLoss, InvalidArgument, NotFound
 from jlora.model.checkpoint import read_spec
+from jlora.model.config_json import warn_of_generation
 from jlora.model.spec import RopeScaling
 from tests import _make
 
@@ -154,6 +155,16 @@ def test_a_tokenizer_may_have_no_other_end_token(model: Path, config: Any, core:
     assert read_spec(model).eos_ids == (2,)
 
 
+def test_an_older_tokenizers_own_file_of_special_tokens_wins(model: Path):
+    _make.write_json(model / "generation_config.json", {"eos_token_id": 2})
+    _tokenizer(model, {"eos_token": "</s>"}, added_tokens=[CHATML, {"id": 2, "content": "</s>"}])
+    _make.write_json(model / "special_tokens_map.json", {"eos_token": "<|im_end|>"})
+    assert read_spec(model).eos_ids == (2, 7)
+    newer = {"eos_token": "</s>", "added_tokens_decoder": {"2": {"content": "</s>"}}}
+    _make.write_json(model / "tokenizer_config.json", newer)
+    assert read_spec(model).eos_ids == (2,)
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_damaged_tokenizer_is_named(model: Path, file: str):
     _tokenizer(model, {"eos_token": "<|im_end|>"})
@@ -224,6 +235,32 @@ def test_a_missing_or_malformed_field_is_named(model: Path, name: str, value: An
     with pytest.raises(InvalidArgument) as caught:
         read_spec(change(model, **{name: value}))
     assert f"config.json: {name}" in str(caught.value) and str(model.parent) not in str(caught.value)
+
+
+def test_two_original_contexts_that_differ_are_refused(model: Path):
+    """transformers 5 takes the one beside the settings of RoPE, and transformers 4 the one inside."""
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    change(model, rope_parameters={**llama3, "original_max_position_embeddings": 64})
+    assert read_spec(change(model, original_max_position_embeddings=64)).rope_scaling == LLAMA3
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings = 16: .* 64 of .*rope_parameters"):
+        read_spec(change(model, original_max_position_embeddings=16))
+
+
+def test_what_the_generation_config_sets_for_requests_is_told_in_one_line(model: Path, caplog):
+    neutral = {"temperature": 1.0, "top_p": 1, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "do_sample": True}
+    _make.write_json(model / "generation_config.json", {**neutral, "bad_words_ids": [], "eos_token_id": 2})
+    warn_of_generation(model)
+    assert not caplog.records
+    told = {"temperature": 0, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.5, "suppress_tokens": [3] * 99}
+    _make.write_json(model / "generation_config.json", {**neutral, **told, "forced_bos_token_id": 4})
+    warn_of_generation(model)
+    (record,) = caplog.records
+    for said in ("temperature = 0", "top_p = 0.9", "top_k = 50", "repetition_penalty = 1.5", "forced_bos_token_id = 4"):
+        assert said in record.getMessage()
+    assert "suppress_tokens = [3, " in record.getMessage() and len(record.getMessage()) < 400
+    (model / "generation_config.json").unlink()
+    warn_of_generation(model)
+    assert len(caplog.records) == 1
 
 
 def test_a_width_that_the_heads_do_not_divide_needs_head_dim(model: Path):

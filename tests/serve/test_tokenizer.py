@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
 from jlora.serve.tokenizer import Tokenizer
@@ -116,6 +117,44 @@ def test_special_tokens_may_stand_in_their_own_file(tmp_path: Path):
     (directory / "tokenizer_config.json").write_text("{}")
     (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "X"}))
     assert Tokenizer.from_dir(directory).render(MESSAGES) == "<s>|X"
+
+
+@pytest.mark.parametrize("config", [{}, {"added_tokens_decoder": {"2": {"content": "</s>", "special": True}}}])
+def test_that_file_wins_over_a_configuration_without_added_tokens(tmp_path: Path, config: dict[str, object]):
+    directory = _tokenizers.write(tmp_path, _tokenizers.byte_level(), "{{ eos_token }}", **config)
+    (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|user|>"}))
+    tokenizer = Tokenizer.from_dir(directory)
+    assert tokenizer is not None and tokenizer.render(MESSAGES) == ("</s>" if config else "<|user|>")
+
+
+def test_a_models_own_special_tokens_reach_its_template(tmp_path: Path):
+    named = {"content": "<|b|>", "__type": "AddedToken", "lstrip": True}
+    config = {"extra_special_tokens": {"eot_token": "<|a|>", "tools": "x", "messages": "y"}, "eom_token": named}
+    tokenizer = load(tmp_path, template="{{ messages | length }}{{ tools }}{{ eot_token }}{{ eom_token }}", **config)
+    assert tokenizer.render(MESSAGES) == "4None<|a|><|b|>"
+    assert all(tokenizer.is_silent(i) for i in tokenizer.encode("<|a|><|b|>", special=False))
+
+
+@pytest.mark.parametrize("vocabulary", [400, 401, 402])
+def test_listed_tokens_get_ids_that_the_model_has_or_are_refused(tmp_path: Path, vocabulary: int):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
+    config = {"pad_token": "<pad>", "additional_special_tokens": ["</s>", "<|end|>"]}
+    if vocabulary < 402:
+        gets = f"'<|end|>' gets id {vocabulary}.*vocab_size = {vocabulary}"
+        with pytest.raises(FailedPrecondition, match=gets):
+            load(tmp_path, **config)
+    else:
+        assert load(tmp_path, **config).encode("<pad><|end|>", special=False) == [400, 401]
+
+
+def test_a_named_token_that_the_model_has_no_place_for_is_text(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400}))
+    assert len(load(tmp_path, pad_token="<pad>").encode("<pad>", special=False)) > 1
+
+
+def test_a_special_token_with_flags_that_are_none_is_refused(tmp_path: Path):
+    with pytest.raises(DataLoss, match="tokenizer_config.json: eot_token = .*lstrip"):
+        load(tmp_path, eot_token={"content": "<|a|>", "lstrip": 3})
 
 
 @pytest.mark.parametrize(
@@ -227,6 +266,10 @@ def _added(content: str, **flags: object) -> dict[str, object]:
         {"added_tokens_decoder": {"401": _added("<|b|>", special=False), "400": _added("<|end|>", lstrip=True)}},
         {"added_tokens_decoder": {"4": _added("<|assistant|>", rstrip=True)}},  # other flags than tokenizer.json's
         {"eos_token": "er"},  # a token of the vocabulary
+        {"additional_special_tokens": ["er", "<|end|>", "<|user|>", "<|b|>"]},
+        {"extra_special_tokens": ["<|end|>"], "pad_token": "<|b|>", "eot_token": "er"},
+        {"extra_special_tokens": {"eot_token": "<|end|>", "end": "er"}},
+        {"split_special_tokens": True},
     ],
 )
 def test_added_tokens_are_those_of_transformers(tmp_path: Path, config: dict[str, object]):
@@ -236,6 +279,25 @@ def test_added_tokens_are_those_of_transformers(tmp_path: Path, config: dict[str
     theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(directory), Tokenizer.from_dir(directory)
     assert ours is not None
     for text in ("a<|end|>", "a <|end|> b", "<|b|><|end|>x", "<|assistant|>  a", "over ether", "</s>"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_an_older_tokenizer_is_that_of_transformers(tmp_path: Path):
+    """`added_tokens.json` and `special_tokens_map.json`, which disagree with the rest."""
+    transformers = pytest.importorskip("transformers")
+    core = _tokenizers.byte_level()
+    core.add_tokens([AddedToken("<|tool|>", rstrip=True)])
+    directory = _tokenizers.write(tmp_path, core, tokenizer_class="PreTrainedTokenizerFast")
+    (directory / "added_tokens.json").write_text(json.dumps({"<|tool|>": 400, "<|im_start|>": 401, "<|im_end|>": 402}))
+    older = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|last|>"]}
+    (directory / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(directory), Tokenizer.from_dir(directory)
+    assert ours is not None and ours.chat(MESSAGES) == list(
+        theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
+    )
+    for text in ("<|tool|>  a<|im_start|>x<|im_end|></s>", "<|last|> <|im_end|>"):
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
