@@ -194,6 +194,10 @@ class Replica(Protocol):
         """One adapter. Fails with NotFound."""
         ...
 
+    def check_adapter(self, name: str) -> None:
+        """Raises NotFound for an adapter that is not in service. Waits for nothing; any thread may ask."""
+        ...
+
     def state(self) -> Future[ReplicaState]:
         """A snapshot; while a step is under way, the one from before that step, at once."""
         ...

@@ -42,6 +42,14 @@ class DirectoryServicer(rpc.DirectoryServicer):
         self._controller = controller
         self._secret = secret
         self._placed = placed
+        self._over = False
+        self._watched: set[asyncio.Event] = set()  # what wakes each follower's stream
+
+    def end(self) -> None:
+        """Ends the streams of all that follow: they come back to the next controller."""
+        self._over = True
+        for changed in self._watched:
+            changed.set()
 
     async def Watch(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[directory.Table]:
         await self._secret.check(context)
@@ -53,9 +61,10 @@ class DirectoryServicer(rpc.DirectoryServicer):
         end = self._controller.table.watch(told)
         reading = asyncio.create_task(self._read(request_iterator))
         reading.add_done_callback(lambda _: changed.set())
+        self._watched.add(changed)
         try:
             epoch, told_places = 0, None
-            while not reading.done():
+            while not (reading.done() or self._over):
                 changed.clear()
                 change = self._controller.table.since(epoch)
                 if change.epoch != epoch:
@@ -72,6 +81,7 @@ class DirectoryServicer(rpc.DirectoryServicer):
                     yield directory.Table(epoch=epoch)
         finally:
             end()
+            self._watched.discard(changed)
             reading.cancel()
 
     async def _read(self, received: AsyncIterator[directory.Using]) -> None:

@@ -131,11 +131,13 @@ class Counted:
             last = self._lives.get(name)
             if last is not None and asked < last.asked:
                 continue  # a later answer has been heard already
-            if last is None or server.process != last.process:
+            younger = last is not None and server.uptime_s < last.uptime_s
+            # An older release has no names: one that is younger than before is another process.
+            if last is None or server.process != last.process or (younger and not server.process):
                 if last is not None:
                     self._before.update({key: last.total(key) for key in counts})
                 first = counts if now - server.uptime_s < self._began else dict.fromkeys(counts, 0)
-            elif server.uptime_s < last.uptime_s:
+            elif younger:
                 continue  # as above
             else:
                 first = last.first

@@ -187,6 +187,9 @@ class Router(Replica):
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self._directory.adapter(name)
 
+    def check_adapter(self, name: str) -> None:
+        self._directory.current(name)
+
     # -- all replicas -----------------------------------------------------------------------------
 
     def state(self) -> Future[ReplicaState]:

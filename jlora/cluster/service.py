@@ -125,6 +125,8 @@ def _serves(controller: Controller, secret: Secret, placed: Placed) -> Service:
     """Lets further routers follow the controller, on this router's port."""
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
-        rpc.add_DirectoryServicer_to_server(DirectoryServicer(controller, secret, placed), server)
+        servicer = DirectoryServicer(controller, secret, placed)
+        backend.at_stop.append(servicer.end)
+        rpc.add_DirectoryServicer_to_server(servicer, server)
 
     return add

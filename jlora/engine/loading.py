@@ -22,7 +22,7 @@ from jlora.engine.ports import Parts
 from jlora.engine.records import NewAdapter, of_files, of_row, row_of
 from jlora.engine.shelf import Reading, Shelf
 from jlora.engine.switching import Switching
-from jlora.errors import ResourceExhausted
+from jlora.errors import NotFound, ResourceExhausted
 from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
@@ -256,6 +256,11 @@ class Adapters:
     def get(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
         return self._info(self._registry.get(name))
+
+    def check(self, name: str) -> None:
+        """Raises NotFound, without near names. Any thread may ask."""
+        if name not in self._registry:
+            raise NotFound(f"adapter {name!r} is not loaded")
 
     def all(self, after: str = "", most: int | None = None) -> list[AdapterInfo]:
         """In order of name: those behind the name `after`, at most `most`."""

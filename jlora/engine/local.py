@@ -171,6 +171,9 @@ class LocalReplica(Replica):
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self.between_steps(lambda: self._engine.adapters.get(name))
 
+    def check_adapter(self, name: str) -> None:
+        self._engine.adapters.check(name)
+
     def records(self) -> list[Record]:
         """What is registered, in any order. Any thread may ask, and read what it says."""
         return self._engine.adapters.records()

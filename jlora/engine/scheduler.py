@@ -107,11 +107,11 @@ class Scheduler:
             ResourceExhausted: the queue can never hold it. Whether the pool can is for the caller to check.
         """
         sampling = request.sampling
-        limit, live = self.config.max_queue, self.pending + self.active
+        live, limit = self.pending + self.active, self.config.max_queue + self.config.max_seqs
         if sampling.n > limit:
-            raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue = {limit}")
-        if live + sampling.n > (room := limit + self.config.max_seqs):
-            raise QueueFull(f"queue is full: {live} completions run or wait, limit {room}")
+            raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue + max_seqs = {limit}")
+        if live + sampling.n > limit:
+            raise QueueFull(f"queue is full: {live} completions run or wait, limit {limit}")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         self._came = max(self._came, now)
         came = now - request.waited if request.waited else self._came

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
 IDLE_S = 0.01  # of switching between two looks at the queue before any step was seen
-SHARE = 0.75  # of a usual step's time for the pieces before the next step, which should end within twice that time
+IN_SHARE = 0.75  # of a usual step's time for the pieces before a step; all of it for taking out, as others wait then
 
 
 class Switching(Turns):
@@ -131,7 +131,7 @@ class Switching(Turns):
             self.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
 
     def advance(self) -> bool:
-        """Goes on with the switch under way for a share of a usual step's time.
+        """Goes on with the switch under way, for a usual step's time at most.
 
         Returns:
             False if the weights have been loaded anew: taking an adapter out left others, or memory ended.
@@ -153,7 +153,7 @@ class Switching(Turns):
                 self._read(node)  # anew: what the merger has may be old
                 self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
-            for _ in range(min(self._pieces_at_once(merger.piece_s), merger.pieces - merger.done)):
+            for _ in range(min(self._pieces_at_once(merger.piece_s, IN_SHARE), merger.pieces - merger.done)):
                 self.moved = True
                 merger.forward()
         except MemoryError as error:  # nothing is merged, and all goes on without it
@@ -190,8 +190,8 @@ class Switching(Turns):
         """Whether a request of this adapter holds blocks."""
         return any(s.adapter is node and s.lease is not None for s in self._live)
 
-    def _pieces_at_once(self, each_s: float) -> int:
-        return max(1, int((SHARE * self._usual_s or IDLE_S) / max(each_s, 1e-6)))
+    def _pieces_at_once(self, each_s: float, share: float = 1.0) -> int:
+        return max(1, int((share * self._usual_s or IDLE_S) / max(each_s, 1e-6)))
 
     def _take_out(self) -> bool:
         reloads, self.moved = self._merger.reloads, True

@@ -20,12 +20,11 @@ from jlora.model.config_json import read_json
 from jlora.model.hf_names import tensor_slots
 from jlora.model.llama import Params, abstract
 from jlora.model.place import Listed
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import CONVERTED, ModelSpec
 
-META = "jlora_model.json"
 PARAMS = "params"
 FORMAT = 1
-TOKENIZER_FILES = (
+COPIED = (  # of the tokenizer, and what `generate` would take
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -33,12 +32,13 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "generation_config.json",
 )
 
 
 def is_converted(directory: Path) -> bool:
     """Whether `save` finished writing here."""
-    return (directory / META).is_file()
+    return (directory / CONVERTED).is_file()
 
 
 def make_target(target: Path, needed: int) -> None:
@@ -75,22 +75,22 @@ def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
     # Weights hardly compress, and decompressing them doubles the time to load.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(target.absolute() / PARAMS, params)
-    for name in TOKENIZER_FILES:
+    for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     meta = {"format": FORMAT, "spec": dataclasses.asdict(spec)}
-    (target / META).write_text(json.dumps(meta, indent=2) + "\n")
+    (target / CONVERTED).write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def read_spec(directory: Path) -> ModelSpec:
     """The converted spec. Raises DataLoss if the file is damaged or of another format."""
-    meta = read_json(directory / META)
+    meta = read_json(directory / CONVERTED)
     if meta.get("format") != FORMAT:
-        raise DataLoss(f"{META}: format = {meta.get('format')!r}: must be {FORMAT}; convert the model again")
+        raise DataLoss(f"{CONVERTED}: format = {meta.get('format')!r}: must be {FORMAT}; convert the model again")
     try:
         return msgspec.convert(meta["spec"], ModelSpec)
     except (KeyError, msgspec.ValidationError) as e:
-        raise DataLoss(f"{META}: spec is damaged ({e})") from e
+        raise DataLoss(f"{CONVERTED}: spec is damaged ({e})") from e
 
 
 def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:

@@ -50,11 +50,13 @@ class OwnChat:
             return
         found: list[str] = []
         if own.template is not None and _shown(own.template) != _shown(base.template):
-            found.append("its own chat template differs from the base's, and chats use the base's")
+            instead = "the base has none, so chats are refused" if base.template is None else "chats use the base's"
+            found.append(f"its own chat template is not used: {instead}")
         if own.end is not None and own.end != base.end:
+            other = "of which the base has none" if base.end is None else f"the base's is {short(base.end)}"
             found.append(
-                f"its own eos_token {short(own.end)} is not the base's {short(base.end)}, and answers end at the "
-                "base's end tokens; send stop_token_ids"
+                f"its own eos_token is {short(own.end)}, {other}: unless it is among the base's end tokens, answers "
+                "do not end there; send stop_token_ids"
             )
         if found:
             self._told.add(digest)

@@ -10,6 +10,8 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 # The projections of each place of a layer at which adapters act: those that take the same input.
 SITES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
+CONVERTED = "jlora_model.json"  # the file of a converted model that has its `ModelSpec`
+
 # Projections whose input is sharded under tensor parallelism, and whose output is summed.
 ROW_PARALLEL = ("o", "down")
 

@@ -16,6 +16,7 @@ import msgspec
 
 from jlora.errors import DataLoss
 from jlora.model.fields import short
+from jlora.model.spec import CONVERTED
 
 CORE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -130,11 +131,13 @@ def end_token(directory: Path) -> int | None:
 
 
 def vocabulary(directory: Path) -> int | None:
-    """How many tokens the model has, by its `config.json`; None if it does not say."""
+    """How many tokens the model has, by its `config.json` or its converted spec; None if these do not say."""
     try:
         size = _object(directory / "config.json").get("vocab_size")
+        spec = _object(directory / CONVERTED).get("spec")
     except DataLoss:  # who reads the model says more
         return None
+    size = spec.get("vocab") if isinstance(spec, dict) else size
     return size if isinstance(size, int) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,7 @@ class Backend:
         stall_s: seconds by which a stream's reader may be behind, as `serve.stall_s` says.
         pauses: of the streams, as `serve.coalesce_s` says; None: there are none.
         leaving: requests whose client has gone, until the engine has ended them.
+        at_stop: what ends streams that have no end of their own, when the gRPC server stops.
     """
 
     replica: Replica | None = None
@@ -76,6 +77,7 @@ class Backend:
     stall_s: float = 30.0
     pauses: Pauses | None = None
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
+    at_stop: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def loaded(self) -> Replica:

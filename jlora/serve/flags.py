@@ -51,13 +51,16 @@ class Parser(argparse.ArgumentParser):
             flag = next((r.partition("=")[0] for r in rest if r.startswith("-")), None)
             if flag is None:
                 self.error(f"unexpected argument {rest[0]!r}")
-            known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-            word = flag.lstrip("-").replace("-", "_")
-            key = next((key for key in configuration.keys() if word in (key, key.partition(".")[2])), None)
-            if key is not None and "--set" in known:
-                self.error(f"unknown flag {flag!r}: give --set {key}=VALUE")
-            self.error(configuration.unknown("flag", flag, known))
+            self.error(self._unknown(flag))
         return args
+
+    def _unknown(self, flag: str) -> str:
+        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        word = flag.lstrip("-").replace("-", "_")
+        key = next((key for key in configuration.keys() if word in (key, key.partition(".")[2])), "")
+        if key and "--set" in known and (word == key or not configuration.nearest(flag, known)):
+            return f"unknown flag {flag!r}: give --set {key}=VALUE"
+        return configuration.unknown("flag", flag, known)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

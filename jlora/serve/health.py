@@ -21,10 +21,16 @@ class Health(health_pb2_grpc.HealthServicer):
     def __init__(self) -> None:
         self._well: Mapping[str, bool] = {}
         self._changed = asyncio.Event()  # another one after each change
+        self._over = False
 
     def set(self, well: Mapping[str, bool]) -> None:
         self._well, changed, self._changed = dict(well), self._changed, asyncio.Event()
         changed.set()
+
+    def end(self) -> None:
+        """Ends the watchers' streams, once they have been told: the server stops."""
+        self._over = True
+        self.set(self._well)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> _SAID:
         if request.service not in self._well:
@@ -32,13 +38,14 @@ class Health(health_pb2_grpc.HealthServicer):
         return _SAID(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        told = None
-        while True:
-            changed, status = self._changed, self._status(request.service)
+        told, over = None, False
+        while not over:
+            changed, status, over = self._changed, self._status(request.service), self._over
             if status != told:
                 await context.write(_SAID(status=status))
             told = status
-            await changed.wait()
+            if not over:
+                await changed.wait()
 
     def _status(self, service: str) -> int:
         well = self._well.get(service)

@@ -130,6 +130,8 @@ class GrpcServer:
             await asyncio.wait((self._watching,))
         self.backend.serving = self.backend.live = False
         self._set_health(ready=False, live=False)
+        for end in (self._health.end, *self.backend.at_stop):  # streams without an end would last for the whole grace
+            end()
         await self._server.stop(grace_s)
 
     async def _watch(self) -> None:

@@ -63,6 +63,7 @@ class World:
     port: int
     loop: Loop
     server: grpc.aio.Server = field(init=False)
+    servicer: DirectoryServicer = field(init=False)
     places: Mapping[str, Mapping[str, float]] | None = None
 
     @contextmanager
@@ -74,8 +75,8 @@ class World:
     def start(self) -> None:
         async def start() -> None:
             self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-            servicer = DirectoryServicer(self.service.controller, SECRET, lambda: self.places)
-            rpc.add_DirectoryServicer_to_server(servicer, self.server)
+            self.servicer = DirectoryServicer(self.service.controller, SECRET, lambda: self.places)
+            rpc.add_DirectoryServicer_to_server(self.servicer, self.server)
             self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
             await self.server.start()
 
@@ -281,6 +282,21 @@ def test_a_router_that_says_nothing_for_a_while_holds_no_version_any_more(
         assert any(table.gone for table in stream) and not unloaded.done(), "it may use the adapter still"
         unloaded.result(20)
         list(stream)  # it ends
+        said.put(None)
+
+
+def test_a_controller_that_stops_waits_for_no_router_that_follows(world: World):
+    said: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
+    said.put(proto.Using(router="r3"))
+    with grpc.insecure_channel(f"127.0.0.1:{world.port}") as channel:
+        stream = rpc.DirectoryStub(channel).Watch(iter(said.get, None), metadata=SECRET.metadata)
+        next(stream)
+
+        async def end() -> None:
+            world.servicer.end()
+
+        world.loop.run(end())
+        list(stream)  # it ends, without an error
         said.put(None)
 
 

@@ -57,6 +57,10 @@ def test_another_process_is_known_by_its_name():
     life, other = told(10, 100, 100), told(20, 150, 150, process="two")
     assert sums([(10, {"r0": life}), (60, {"r0": other})]) == [(100, 100), (250, 250)]
     assert sums([(10, {"r0": life}), (60, {"r0": told(20, 150, 150)})]) == [(100, 100), (150, 150)], "it stood still"
+    nameless = [
+        (at, {"r0": told(age, steps, 0, process="")}) for at, age, steps in ((50, 50, 100), (60, 5, 7), (61, 6, 9))
+    ]
+    assert [steps for steps, _ in sums(nameless)] == [100, 107, 109], "an older release has no names"
 
 
 def test_what_replicas_have_counted_before_the_router_began_is_not_told_again():

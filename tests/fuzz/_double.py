@@ -121,6 +121,10 @@ class Double(Replica):
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return done(adapter_info(name)) if name == "sql" else failed(NotFound(f"adapter {name!r} is not loaded"))
 
+    def check_adapter(self, name: str) -> None:
+        if name != "sql":
+            raise NotFound(f"adapter {name!r} is not loaded")
+
     def state(self) -> Future[ReplicaState]:
         return done(STATE)
 

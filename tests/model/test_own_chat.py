@@ -43,7 +43,7 @@ def base(tmp_path: Path) -> Path:
         ({"chat_template": [{"name": "default", "template": "{{ messages }}"}]}, []),
         ({"template": "{{ bos_token }}"}, ["chat template"]),
         ({"chat_template": "{{ bos_token }}"}, ["chat template"]),
-        ({"eos_token": "<|im_end|>"}, ['"<|im_end|>" is not the base\'s "</s>"', "stop_token_ids"]),
+        ({"eos_token": "<|im_end|>"}, ['eos_token is "<|im_end|>", the base\'s is "</s>"', "stop_token_ids"]),
         ({"eos_token": "</s>", "older": {"eos_token": "<|im_end|>"}}, ["<|im_end|>"]),
         ({"eos_token": "<|x|>", "template": "{{ x }}"}, ["chat template", "<|x|>"]),
     ],
@@ -57,6 +57,12 @@ def test_what_differs_is_told_once(tmp_path: Path, base: Path, caplog, own: dict
     assert not said or "mine" in caplog.text
     own_chat.compare("mine", str(tmp_path / "a"), "another version")
     assert len(caplog.records) == 2 * bool(said)
+
+
+def test_what_the_base_does_not_have_is_told_too(tmp_path: Path, caplog):
+    own_chat = OwnChat(write(tmp_path / "base"), DiskFiles())
+    own_chat.compare("mine", str(write(tmp_path / "a", template="{{ x }}", eos_token="<|x|>")), "digest")
+    assert "the base has none, so chats are refused" in caplog.text and "of which the base has none" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["json", "long", "bytes", "deep", "pipe", "absent", "roots"])

@@ -46,8 +46,10 @@ class Client:
         next(call)
         call.cancel()
 
-    def post(self, path: str = "/v1/completions", read: bool = True, **body: Any) -> None:
+    def post(self, path: str = "/v1/completions", read: bool = True, old: bool = False, **body: Any) -> None:
         connection = HTTPConnection(self._served.http.removeprefix("http://"), timeout=60)
+        if old:
+            vars(connection)["_http_vsn"], vars(connection)["_http_vsn_str"] = 10, "HTTP/1.0"
         sent = body if "lora_name" in body else {"model": "base", "prompt": [5, 6, 7], "max_tokens": 8, **body}
         connection.request("POST", path, json.dumps(sent), {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -81,6 +83,7 @@ KINDS: dict[str, Callable[[Client], None]] = {
     "unary": lambda client: client.unary(),
     "http stream": lambda client: client.post(stream=True),
     "http": lambda client: client.post(),
+    "http 1.0": lambda client: client.post(stream=True, old=True),
     "http, two prompts": lambda client: client.post(**TWO),
     "cancelled": lambda client: client.cancel(),
     "http cut": lambda client: client.post(stream=True, max_tokens=LONG, ignore_eos=True, read=False),
@@ -139,4 +142,4 @@ def _ours(found: object) -> str:
         module, name = getattr(found, "__module__", "") or "", found.__qualname__
     else:
         module, name = type(found).__module__, type(found).__qualname__
-    return f"{module}.{name}" if module.startswith("jlora.") and "_pb2" not in module else ""
+    return f"{module}.{name}" if module.startswith(("jlora.", "uvicorn.")) and "_pb2" not in module else ""

@@ -15,11 +15,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jlora import cli
 from jlora.cache.pool import DevicePool
+from jlora.config import ServeConfig
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
 from jlora.serve import server
@@ -280,6 +281,26 @@ def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_mod
         assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
         watch.cancel()
         stream.cancel()
+
+
+def test_a_client_that_watches_health_holds_up_no_end():
+    """Clients with health checks of their own watch for as long as they are connected."""
+    asked = health_pb2.HealthCheckRequest(service=server.LIVE)
+
+    async def watched() -> tuple[list[int], float]:
+        own = server.GrpcServer(Backend(), ServeConfig())
+        port = own.bind("127.0.0.1", 0)
+        await own.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            said: Any = aiter(health_pb2_grpc.HealthStub(channel).Watch(asked))
+            told, began = [(await anext(said)).status], time.monotonic()
+            stopping = asyncio.create_task(own.stop(20.0))
+            told += [each.status async for each in said]  # it ends without an error
+            await stopping
+            return told, time.monotonic() - began
+
+    told, took = asyncio.run(watched())
+    assert told == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING] and took < 15
 
 
 def test_time_in_which_the_process_was_stopped_is_no_stall(text_model: Path, monkeypatch: pytest.MonkeyPatch):

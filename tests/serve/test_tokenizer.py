@@ -135,9 +135,13 @@ def test_a_models_own_special_tokens_reach_its_template(tmp_path: Path):
     assert all(tokenizer.is_silent(i) for i in tokenizer.encode("<|a|><|b|>", special=False))
 
 
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("vocabulary", [400, 401, 402])
-def test_listed_tokens_get_ids_that_the_model_has_or_are_refused(tmp_path: Path, vocabulary: int):
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
+def test_listed_tokens_get_ids_that_the_model_has_or_are_refused(tmp_path: Path, vocabulary: int, converted: bool):
+    if converted:
+        (tmp_path / "jlora_model.json").write_text(json.dumps({"spec": {"vocab": vocabulary}}))
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
     config = {"pad_token": "<pad>", "additional_special_tokens": ["</s>", "<|end|>"]}
     if vocabulary < 402:
         gets = f"'<|end|>' gets id {vocabulary}.*vocab_size = {vocabulary}"

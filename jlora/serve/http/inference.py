@@ -85,7 +85,7 @@ class Inference:
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`."""
         body = read(call.body, TokenizeBody)
-        await self._check_model(call, body.model)
+        self._check_model(call, body.model)
         limits, prompt = self._backend.loaded.info.limits, body.asked()
         ids = await self._texts.tokenize(prompt, body.add_special_tokens)
         tokens = Tokens(self._backend.tokenizer, by_id=False)
@@ -99,14 +99,14 @@ class Inference:
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`; special tokens show by name, as in vLLM."""
         body = read(call.body, DetokenizeBody)
-        await self._check_model(call, body.model)
+        self._check_model(call, body.model)
         await call.json({"prompt": await self._texts.detokenize(body.tokens, keep_special=True)})
 
-    async def _check_model(self, call: Call, model: str | None) -> None:
+    def _check_model(self, call: Call, model: str | None) -> None:
         """Raises NotFound for a model that is not served, though all of them have one tokenizer."""
         adapter = self._backend.adapter_of(call.caller, model or "")
         if adapter is not None:
-            await asyncio.wrap_future(self._backend.loaded.adapter(adapter))
+            self._backend.loaded.check_adapter(adapter)
 
     def _check_count(self, completions: int) -> None:
         if completions > (most := self._backend.room.most):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -96,9 +95,9 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
         elif not self.parser.should_upgrade():
+            if self.parser.get_http_version() == "1.0":
+                self.app = partial(_unchunked, self.app)  # the connection's last call
             super().on_headers_complete()
-            if self.scope["http_version"] == "1.0":
-                self.cycle.send = partial(_unchunked, self.cycle, self.cycle.send)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -106,14 +105,19 @@ class Connection(HttpToolsProtocol):
         self._borders += 1
 
 
-async def _unchunked(cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
-    """Sends a part of an answer to a client of HTTP/1.0: a body without a length ends with the connection.
+async def _unchunked(app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Runs `app` for a client of HTTP/1.0: a body without a length ends with the connection.
 
     uvicorn would send it in chunks, and takes no more of a body without them than its length.
     """
-    if message["type"] == "http.response.start":
-        sized = any(name == b"content-length" for name, _ in message["headers"])
-        cycle.chunked_encoding = None if sized else False
-    else:
-        cycle.expected_content_length = max(cycle.expected_content_length, len(message["body"]))
-    await send(message)
+    cycle: RequestResponseCycle = send.__self__
+
+    async def plain(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            sized = any(name == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if sized else False
+        else:
+            cycle.expected_content_length = max(cycle.expected_content_length, len(message["body"]))
+        await send(message)
+
+    await app(scope, receive, plain)

@@ -64,7 +64,8 @@ def test_a_connection_that_is_used_again_answers_at_once(served: Served):
             while not told.endswith(b"}"):
                 told += raw.recv(4096)
             took.append(time.monotonic() - began)
-    assert min(took[4:]) < 0.03  # a client's system acknowledges the first answers without delay
+    # A client's system acknowledges the first answers, and now and then another, without delay.
+    assert sorted(took[4:])[len(took[4:]) // 2] < 0.03
 
 
 def test_the_first_token_comes_at_once(served: Served, http: httpx.Client):
