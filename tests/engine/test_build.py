@@ -318,5 +318,5 @@ def test_a_start_tells_once_what_of_the_models_and_an_adapters_files_it_does_not
     keys = {"cache.block_tokens": BLOCK_TOKENS, "engine.warmup": False, "adapters.paths": {"a": str(adapter)}}
     built = build.build(config.load(None, {**SMALL, "model.path": str(model), **keys}), progress=False)
     built.engine.close()
-    for said in ("repetition_penalty = 1.5", 'adapter a: its own eos_token "<|im_end|>"'):
+    for said in ("repetition_penalty = 1.5", 'adapter a: its own eos_token is "<|im_end|>"'):
         assert sum(said in message for message in caplog.messages) == 1
