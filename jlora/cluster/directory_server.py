@@ -89,10 +89,12 @@ class DirectoryServicer(rpc.DirectoryServicer):
         uses, stream = self._controller.uses, object()
         try:
             while (using := await _next(received)) is not None:
-                uses.saw(stream, using.router, using.epoch, using.keys)
                 for one in using.served:
                     ended = one.ended or (one.requests if one.output else 0)  # an older router tells of ends alone
                     self._controller.told(one.name, Told(one.requests, one.prompt, ended, one.output))
+                if using.leaves:
+                    return uses.leaves(using.router)
+                uses.saw(stream, using.router, using.epoch, using.keys)
         finally:
             uses.left(stream)
 

@@ -44,6 +44,7 @@ NO_CONTROLLER = (
 # What gRPC itself says of a connection, often with addresses; all else is what the controller says.
 TRANSPORT = re.compile(r"connect|ipv[46]:|dns|socket", re.IGNORECASE)
 AGAIN_S = 0.5  # before the controller is called again
+GOODBYE_S = 0.5  # that the controller may take to end the stream of a router that stops
 SILENT_S = 5.0  # without a message: the controller, or the way to it, is gone
 # A new connection for each channel, and soon after the controller has come back.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 2000))
@@ -101,6 +102,8 @@ class RemoteDirectory(Directory):
         self._away = ""  # why the controller does not answer, as clients may read it
         self._using = _Outbox(threads)  # of the present stream
         self._ended = threads.event()
+        self._quiet = threads.event()  # while no stream is open
+        self._quiet.set()
         self._members: Members = lambda: ()
         self._heard = math.inf  # when the controller's last message came; inf while no stream is open
         self._connect()
@@ -110,9 +113,14 @@ class RemoteDirectory(Directory):
         self._threads.start("jlora-directory-look", self._look)
 
     def close(self) -> None:
+        """Where no request goes on, the controller is told so, and waits for this router no more."""
         with self._lock:
             self._ended.set()
-            self._channel.close()
+            goes_on = bool(self._requests)
+        if not goes_on:
+            self._report(leaves=True)
+            self._quiet.wait(GOODBYE_S)
+        self._channel.close()
 
     def _connect(self) -> None:
         self._channel = self._login.channel(self._address, OPTIONS)
@@ -248,6 +256,7 @@ class RemoteDirectory(Directory):
         using.put(proto.Using(router=self._router))
         with self._lock:
             self._using, self._stream_epoch = using, 0
+        self._quiet.clear()
         try:
             parts: list[proto.Table] = []
             self._heard = self._clock()
@@ -263,6 +272,7 @@ class RemoteDirectory(Directory):
                         self.known.set_result(None)
         finally:
             using.close()
+            self._quiet.set()
 
     def _look(self) -> None:
         """Gives up a connection that is silent."""
@@ -294,7 +304,7 @@ class RemoteDirectory(Directory):
         if any(part.placed for part in parts):
             self.placed({one.key: dict(one.parts) for part in parts for one in part.places})
 
-    def _report(self) -> None:
+    def _report(self, leaves: bool = False) -> None:
         """What requests have taken, and what `_tell` says.
 
         It answers a message of the controller, which listens then. What was said into a stream that has ended would be
@@ -302,11 +312,12 @@ class RemoteDirectory(Directory):
         """
         with self._lock:
             served, self._served = self._served, {}
-        self._tell(served.values())
+        self._tell(served.values(), leaves)
 
-    def _tell(self, served: Iterable[proto.Served] = ()) -> None:
+    def _tell(self, served: Iterable[proto.Served] = (), leaves: bool = False) -> None:
         """Which versions the requests here use that are not current any more; each stream begins with it."""
         with self._lock:
             current = {version.key for version in self._versions.values()}
-            keys = [key for key in self._requests if key not in current]
-            self._using.put(proto.Using(router=self._router, epoch=self._stream_epoch, keys=keys, served=served))
+            using = proto.Using(router=self._router, epoch=self._stream_epoch, served=served, leaves=leaves)
+            using.keys.extend(key for key in self._requests if key not in current)
+            self._using.put(using)

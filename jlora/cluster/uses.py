@@ -98,6 +98,12 @@ class Uses:
                 router.until = self._clock() + self._hold_s
         self.look()
 
+    def leaves(self, router: str) -> None:
+        """The router stops, and none of its requests goes on."""
+        with self._lock:
+            self._routers = {stream: one for stream, one in self._routers.items() if one.name != router}
+        self.look()
+
     def look(self) -> None:
         """Forgets routers that have been away for too long; call it again and again."""
         with self._lock:

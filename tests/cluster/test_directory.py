@@ -24,6 +24,7 @@ from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.table import Change
+from jlora.cluster.uses import Uses
 from jlora.errors import AlreadyExists, NotFound, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.ports import OsThreads
@@ -266,6 +267,25 @@ def test_a_router_that_goes_holds_no_version_any_more(world: World, path: str):
     wait_until(world.follows)
     world.remote.close()
     wait_until(lambda: old.key not in world.service.at(0))
+
+
+def test_after_a_router_has_stopped_nothing_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_directory, "GOODBYE_S", 60.0)
+    controller, load = world.service.controller, Demanded()
+    controller.told = load.told
+    with world.controller_away():
+        controller.uses = Uses(hold_s=1e6)
+    wait_until(world.follows)
+    version = world.remote.current("fr")
+    world.remote.begin(version)
+    world.remote.asked(version, 20)
+    world.remote.end(version, 5)
+    begun = time.monotonic()
+    world.remote.close()
+    assert time.monotonic() - begun < 30, "it waits as long as its stream is open"
+    assert (load.requests, load.ended) == (1, 1)
+    controller.unload("fr").result(20)
+    wait_until(lambda: version.key not in world.service.at(0))
 
 
 def test_a_router_that_says_nothing_for_a_while_holds_no_version_any_more(

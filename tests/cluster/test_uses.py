@@ -35,6 +35,19 @@ def test_a_router_whose_stream_has_ended_keeps_its_versions_for_a_while(clock: C
     assert dropped == ["a@1", "b@2"] and not uses.holds("a@1")
 
 
+def test_a_router_that_stops_keeps_nothing(clock: Clock):
+    uses, dropped = Uses(0, 30, clock), []
+    uses.saw("before", "r", 5, ["a@1"])
+    uses.left("before")
+    uses.saw("stream", "r", 0, [])
+    uses.saw("other", "s", 5, ["b@2"])
+    uses.retire("a@1", 4, lambda: dropped.append("a@1"))
+    uses.retire("b@2", 4, lambda: dropped.append("b@2"))
+    uses.retire("c@3", 5, lambda: dropped.append("c@3"))
+    uses.leaves("r")
+    assert dropped == ["a@1", "c@3"] and uses.holds("b@2")
+
+
 def test_the_end_of_an_old_stream_takes_nothing_from_the_new_one(clock: Clock):
     uses, dropped = Uses(0, 30, clock), []
     uses.saw("old", "r", 5, ["a@1"])

@@ -27,7 +27,7 @@ _sym_db = _symbol_database.Default()
 from jlora.serve.proto import jlora_pb2 as jlora_dot_serve_dot_proto_dot_jlora__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#jlora/cluster/proto/directory.proto\x12\x10jlora.cluster.v1\x1a\x1djlora/serve/proto/jlora.proto\"^\n\x05Using\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12(\n\x06served\x18\x04 \x03(\x0b\x32\x18.jlora.cluster.v1.Served\"W\n\x06Served\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x03\x12\x0e\n\x06prompt\x18\x03 \x01(\x03\x12\x0e\n\x06output\x18\x04 \x01(\x03\x12\r\n\x05\x65nded\x18\x05 \x01(\x03\"\xa5\x01\n\x05Table\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05whole\x18\x02 \x01(\x08\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12(\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x17.jlora.cluster.v1.Entry\x12\x0c\n\x04gone\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x01(\x08\x12(\n\x06places\x18\x07 \x03(\x0b\x32\x18.jlora.cluster.v1.Places\"w\n\x06Places\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05parts\x18\x02 \x03(\x0b\x32#.jlora.cluster.v1.Places.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\":\n\x05\x45ntry\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.jlora.v1.AdapterInfo\x12\x0c\n\x04path\x18\x02 \x01(\t2\xbe\x02\n\tDirectory\x12=\n\x05Watch\x12\x17.jlora.cluster.v1.Using\x1a\x17.jlora.cluster.v1.Table(\x01\x30\x01\x12;\n\x04Load\x12\x1c.jlora.v1.LoadAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12?\n\x06Unload\x12\x1e.jlora.v1.UnloadAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12\x39\n\x03Pin\x12\x1b.jlora.v1.PinAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12\x39\n\x03Get\x12\x1b.jlora.v1.GetAdapterRequest\x1a\x15.jlora.v1.AdapterInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#jlora/cluster/proto/directory.proto\x12\x10jlora.cluster.v1\x1a\x1djlora/serve/proto/jlora.proto\"n\n\x05Using\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12(\n\x06served\x18\x04 \x03(\x0b\x32\x18.jlora.cluster.v1.Served\x12\x0e\n\x06leaves\x18\x05 \x01(\x08\"W\n\x06Served\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x03\x12\x0e\n\x06prompt\x18\x03 \x01(\x03\x12\x0e\n\x06output\x18\x04 \x01(\x03\x12\r\n\x05\x65nded\x18\x05 \x01(\x03\"\xa5\x01\n\x05Table\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05whole\x18\x02 \x01(\x08\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12(\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x17.jlora.cluster.v1.Entry\x12\x0c\n\x04gone\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x01(\x08\x12(\n\x06places\x18\x07 \x03(\x0b\x32\x18.jlora.cluster.v1.Places\"w\n\x06Places\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05parts\x18\x02 \x03(\x0b\x32#.jlora.cluster.v1.Places.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\":\n\x05\x45ntry\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.jlora.v1.AdapterInfo\x12\x0c\n\x04path\x18\x02 \x01(\t2\xbe\x02\n\tDirectory\x12=\n\x05Watch\x12\x17.jlora.cluster.v1.Using\x1a\x17.jlora.cluster.v1.Table(\x01\x30\x01\x12;\n\x04Load\x12\x1c.jlora.v1.LoadAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12?\n\x06Unload\x12\x1e.jlora.v1.UnloadAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12\x39\n\x03Pin\x12\x1b.jlora.v1.PinAdapterRequest\x1a\x15.jlora.v1.AdapterInfo\x12\x39\n\x03Get\x12\x1b.jlora.v1.GetAdapterRequest\x1a\x15.jlora.v1.AdapterInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLACES_PARTSENTRY']._loaded_options = None
   _globals['_PLACES_PARTSENTRY']._serialized_options = b'8\001'
   _globals['_USING']._serialized_start=88
-  _globals['_USING']._serialized_end=182
-  _globals['_SERVED']._serialized_start=184
-  _globals['_SERVED']._serialized_end=271
-  _globals['_TABLE']._serialized_start=274
-  _globals['_TABLE']._serialized_end=439
-  _globals['_PLACES']._serialized_start=441
-  _globals['_PLACES']._serialized_end=560
-  _globals['_PLACES_PARTSENTRY']._serialized_start=516
-  _globals['_PLACES_PARTSENTRY']._serialized_end=560
-  _globals['_ENTRY']._serialized_start=562
-  _globals['_ENTRY']._serialized_end=620
-  _globals['_DIRECTORY']._serialized_start=623
-  _globals['_DIRECTORY']._serialized_end=941
+  _globals['_USING']._serialized_end=198
+  _globals['_SERVED']._serialized_start=200
+  _globals['_SERVED']._serialized_end=287
+  _globals['_TABLE']._serialized_start=290
+  _globals['_TABLE']._serialized_end=455
+  _globals['_PLACES']._serialized_start=457
+  _globals['_PLACES']._serialized_end=576
+  _globals['_PLACES_PARTSENTRY']._serialized_start=532
+  _globals['_PLACES_PARTSENTRY']._serialized_end=576
+  _globals['_ENTRY']._serialized_start=578
+  _globals['_ENTRY']._serialized_end=636
+  _globals['_DIRECTORY']._serialized_start=639
+  _globals['_DIRECTORY']._serialized_end=957
 # @@protoc_insertion_point(module_scope)

@@ -10,16 +10,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Using(_message.Message):
-    __slots__ = ("router", "epoch", "keys", "served")
+    __slots__ = ("router", "epoch", "keys", "served", "leaves")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     router: str
     epoch: int
     keys: _containers.RepeatedScalarFieldContainer[str]
     served: _containers.RepeatedCompositeFieldContainer[Served]
-    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., served: _Optional[_Iterable[_Union[Served, _Mapping]]] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., served: _Optional[_Iterable[_Union[Served, _Mapping]]] = ..., leaves: _Optional[bool] = ...) -> None: ...
 
 class Served(_message.Message):
     __slots__ = ("name", "requests", "prompt", "output", "ended")

@@ -365,9 +365,9 @@ def a_router_does_not_say_what_it_uses() -> list[Any]:
     """The controller does not know which old versions another router's requests use."""
     tell = RemoteDirectory._tell
 
-    def told(self: RemoteDirectory, served: Any = ()) -> None:
+    def told(self: RemoteDirectory, *what: Any) -> None:
         used, self._requests = self._requests, Counter()
-        tell(self, served)
+        tell(self, *what)
         self._requests = used
 
     return [mock.patch.object(RemoteDirectory, "_tell", told)]
