@@ -76,7 +76,6 @@ class Admission:
 
     def __init__(self, manager: CacheManager, config: EngineConfig, turns: Turns):
         self.at: Sequence | None = None  # the one that is being judged
-        self.pace = 0.0  # seconds between this step and the last, 0 if that had no work
         self._manager = manager
         self._leases = manager.leases
         self._turns = turns
@@ -194,7 +193,8 @@ class Admission:
         """
         if len(step.loading) >= self._max_seqs and sum(map(self._turns.may_run, step.loading)) >= self._max_seqs:
             return -math.inf
-        return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
+        forecast = self._manager.forecast
+        return max(AHEAD_S, forecast.step_s) - forecast.wait_s
 
     def _not_yet(self, sequence: Sequence) -> bool:
         """Its adapter is on the disk, it is not its turn, it gives way to a request that waits for host memory, a

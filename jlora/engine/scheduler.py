@@ -185,7 +185,7 @@ class Scheduler:
 
     def _plan(self, now: float, decode: list[Work], prefill: list[Work]) -> StepPlan:
         self._at = self.queue.at = None
-        self.queue.pace = self.manager.forecast.step_s = 0.0 if self._planned is None else now - self._planned
+        self.manager.forecast.stepped(0.0 if self._planned is None else now - self._planned)
         self._stall_ahead()
         self._stall_excluded()
         if len({sequence.account for sequence in self.running}) > 1:

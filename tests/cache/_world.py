@@ -330,8 +330,11 @@ class World:
             self._enqueue(job)  # first: its adapter version may live for this request alone
             self._leave(job)
             return
+        streams = self.manager.leases.streams([lease])
+        if streams:
+            self.start_copies()  # what is decided with a step goes out before it runs
         data = dict(self.flights)
-        for copy in self.manager.leases.streams([lease]):  # streamed into the step
+        for copy in streams:
             assert copy.streams and copy in data, "a step reads what is not on its way"
             self.device.update(zip(copy.target, data[copy], strict=True))
         self._read(job)

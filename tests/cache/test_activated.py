@@ -207,9 +207,10 @@ def test_a_copy_that_a_step_cannot_take_as_it_comes_is_of_use_to_the_next_one():
     forecast = cache.manager.forecast
     soon = forecast.arrival_s(lease.adapter)
     assert forecast.usable_s(lease.adapter, 13) == soon > 0, "no step has run yet"
-    forecast.step_s = 0.5
-    assert forecast.usable_s(lease.adapter, 13) == 0.5, "the link has not taken it up"
+    forecast.stepped(0.5)
+    assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5, "it begins with this step"
     (copy,) = cache.copies()
+    assert forecast.usable_s(lease.adapter, 13) == 0.5, "the link has not taken it up"
     copy.started = cache.now
     assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5
     assert forecast.usable_s(lease.adapter, 1) == 0.5, "too short a step"

@@ -21,7 +21,7 @@ from jlora.cache.tree import AdapterNode, Origin
 from tests.cache._cache import Cache
 from tests.cache._world import ACTIONS, NAMES, POLICIES, Job, World
 
-SEEDS, OPERATIONS = 4, 500
+SEEDS, OPERATIONS = 6, 500
 MORE = {**ACTIONS, "read": (1, 12), "give_up": (0, 3), "changed": (2, 2), "make_way": (2, 2)}
 
 

@@ -300,13 +300,26 @@ def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
     bench.submit("early", 9, max_tokens=2, adapter=node)
     bench.step()
     (copy,) = bench.plans[0].copies
-    assert copy.streams and not work(bench.plans[0])
-    copy.started = bench.now + 1  # the link takes it up just before the next step
-    bench.step()
-    assert bench.plans[1].streams == (copy,) and "early" in work(bench.plans[1])
+    assert bench.plans[0].streams == (copy,) and "early" in work(bench.plans[0])
     bench.finish()
     assert bench.manager.counters.streamed == bench.manager.counters.cold_streamed == 1
-    assert not any(p.streams for p in bench.plans[4:])
+    assert not any(p.streams for p in bench.plans[3:])
+
+
+def test_a_copy_that_waits_for_the_link_is_streamed_once_the_link_carries_it():
+    bench = Bench(delay=3, streams=True)
+    bench.manager.policy.meter.token_s = 1.0
+    for uid, name in ((1, "first"), (2, "second")):
+        bench.submit(name, 9, max_tokens=2, adapter=bench.adapter(uid, 3))
+    bench.step()
+    first, second = bench.plans[0].copies
+    assert bench.plans[0].streams == (first,) and work(bench.plans[0]) == {"first": (0, 9)}
+    bench.step()
+    assert "second" not in work(bench.plans[1])
+    second.started = bench.now + 1  # the link takes it up just before the next step
+    bench.step()
+    assert bench.plans[2].streams == (second,) and "second" in work(bench.plans[2])
+    bench.finish()
 
 
 def test_a_refused_lease_is_asked_for_again_only_after_something_changed(monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,7 @@ def ended(ask: Ask) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_cache_is_sound_after_every_event_under_every_policy(policy: str):
     """A device and a host that are both too small: evictions, backups, drops and preemptions on the way."""
-    trace = chats(sessions=14, turns=3, seed=19, rate=8.0)
+    trace = chats(sessions=14, turns=3, seed=30, rate=8.0)
     spec = sized(device=40, host=80)
     if policy == Clairvoyant.name:
         replica = Replica(spec, Clairvoyant(Meter(spec.link.block_s), foresee(trace, BLOCK)))
