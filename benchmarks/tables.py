@@ -259,6 +259,12 @@ def skew(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def merged_cells(study: Study) -> str:
+    """Where `auto` has switched."""
+    rows = study.rows[(study.rows["side"] == "auto") & (study.rows["switches"] > 0)]
+    return " and ".join(cell.replace(", ", " and a share of ") for cell in rows["cell"].unique())
+
+
 def cold(study: Study) -> pd.DataFrame:
     """Seconds to the first token: of waiting, and of each way over waiting in the same round."""
     made = []

@@ -29,11 +29,7 @@ class Forecast:
         self._meter = meter
         self._clock = clock
         self._block_tokens = block_tokens
-        self.step_s = self._least_s = 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """The step before this one took so long; 0: it had no work."""
-        self.step_s, self._least_s = seconds, min(self.step_s, seconds)
+        self.step_s = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -79,20 +75,21 @@ class Forecast:
     def fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether the rest of the nodes' copies takes less time than a step with so many tokens of a prompt.
 
-        It decodes, too, so it takes as long as the shorter of the last two steps; one alone may have had a long prompt.
+        It reads all weights, as one that only decodes does, so it takes at least as long.
         """
         copies = dict.fromkeys(self._traffic.flying[node] for node in nodes)  # in order: a replay adds up alike
         if tokens < 2 or not all(copy.streams and (copy.started or self._begins(copy)) for copy in copies):
             return False
         now = self._clock()
         left = [self._meter.load_s(c.kind, len(c.source)) + (c.started or now) - now for c in copies]
-        step_s = max(self._least_s, tokens * self._meter.token_s)
+        step_s = max(self._meter.decode_s, tokens * self._meter.token_s)
         # A copy that is overdue defies the estimate: a step must not wait for it.
         return min(left) > 0 and sum(left) <= STREAM * step_s
 
     def _begins(self, copy: Copy) -> bool:
-        """Whether it goes out before the step that is being planned, to a link that is free."""
-        return copy in self._traffic.outbox and len(self._traffic.arriving) == 1
+        """Whether it goes out before the step that is being planned, to a free link whose speed is known."""
+        alone = copy in self._traffic.outbox and len(self._traffic.arriving) == 1
+        return alone and self._meter.measured(copy.kind)
 
     def _left_s(self, copy: Copy, now: float) -> float:
         """How long the link will yet be busy with it."""

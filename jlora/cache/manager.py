@@ -362,7 +362,7 @@ class CacheManager:
         self._monitor.tend(now, running)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """The copies decided since the last call; they must be started before the next step."""
+        """The copies decided since the last call; they must be started before the step that is planned with them."""
         traffic = self._cells.traffic
         copies, traffic.outbox = tuple(traffic.outbox), []
         return copies

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jlora.cache.transfer import Copy
+from jlora.cache.transfer import Copy, Lost
 from jlora.ports import System
 
 if TYPE_CHECKING:  # they import jax; a simulation has others
@@ -133,6 +133,8 @@ class Swapper:
             self._arrived.wait_for(lambda: len(job.staged) > group or job.error or self._error is not None)
             if self._error is not None:
                 raise self._error
+        if job.error is not None:
+            raise Lost from job.error
         waited = self._clock() - began
         self._place_groups(job, min(group + 1, len(job.staged)))
         return waited

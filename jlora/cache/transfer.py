@@ -29,6 +29,10 @@ class Copy:
         return self.nodes[0].kind
 
 
+class Lost(Exception):
+    """What a step is to read does not come: the copy has failed."""
+
+
 class _Fit:
     """seconds = fixed + blocks * each, by exponentially weighted least squares."""
 
@@ -58,9 +62,12 @@ FAR = 1.5  # times a cost before: then keys made of it are made again
 
 
 class Meter:
-    """Measured seconds of loads, per kind of node, and of recomputing a token.
+    """Measured seconds of loads, per kind of node, of recomputing a token, and of a step that only decodes.
 
     The fixed part of a load matters most to the ranking, and only a measurement tells it.
+
+    Attributes:
+        decode_s: of a step that only decodes; 0 before any.
 
     Args:
         block_s: assumed seconds of a block's copy, before anything was measured.
@@ -70,6 +77,7 @@ class Meter:
 
     def __init__(self, block_s: float, token_s: float = 1e-4, block_tokens: int = 0):
         self.token_s = token_s
+        self.decode_s = 0.0
         self._block_tokens = block_tokens
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
         self._disk = _Fit(5e-3, DISK * block_s)
@@ -96,6 +104,14 @@ class Meter:
         """Takes in a step that computed `tokens` prompt tokens."""
         if tokens > 0 and seconds > 0:
             self.token_s += 0.1 * (seconds / tokens - self.token_s)
+
+    def observe_decode(self, seconds: float) -> None:
+        """Takes in a step that computed no prompt token."""
+        self.decode_s += (0.1 if self.decode_s else 1.0) * (seconds - self.decode_s)
+
+    def measured(self, kind: int) -> bool:
+        """Whether any load of this kind has been."""
+        return self._fits[kind].n > 0
 
     def density(self, kind: int, blocks: int) -> float:
         """Seconds that a block of a node saves.

@@ -113,12 +113,13 @@ class RemoteDirectory(Directory):
         self._threads.start("jlora-directory-look", self._look)
 
     def close(self) -> None:
-        """Where no request goes on, the controller is told so, and waits for this router no more."""
+        """Where no request goes on, a controller that listens is told so, and waits for this router no more."""
         with self._lock:
             self._ended.set()
-            goes_on = bool(self._requests)
-        if not goes_on:
-            self._report(leaves=True)
+            leaves = not self._requests
+            if leaves:
+                self._say(self._taken(), leaves)
+        if leaves:
             self._quiet.wait(GOODBYE_S)
         self._channel.close()
 
@@ -255,8 +256,10 @@ class RemoteDirectory(Directory):
         using = _Outbox(self._threads)
         using.put(proto.Using(router=self._router))
         with self._lock:
+            if self._ended.wait(0):
+                return
             self._using, self._stream_epoch = using, 0
-        self._quiet.clear()
+            self._quiet.clear()
         try:
             parts: list[proto.Table] = []
             self._heard = self._clock()
@@ -304,20 +307,26 @@ class RemoteDirectory(Directory):
         if any(part.placed for part in parts):
             self.placed({one.key: dict(one.parts) for part in parts for one in part.places})
 
-    def _report(self, leaves: bool = False) -> None:
+    def _report(self) -> None:
         """What requests have taken, and what `_tell` says.
 
         It answers a message of the controller, which listens then. What was said into a stream that has ended would be
         lost: it waits for the next stream.
         """
         with self._lock:
-            served, self._served = self._served, {}
-        self._tell(served.values(), leaves)
+            self._say(self._taken())
 
-    def _tell(self, served: Iterable[proto.Served] = (), leaves: bool = False) -> None:
+    def _tell(self) -> None:
         """Which versions the requests here use that are not current any more; each stream begins with it."""
         with self._lock:
-            current = {version.key for version in self._versions.values()}
-            using = proto.Using(router=self._router, epoch=self._stream_epoch, served=served, leaves=leaves)
-            using.keys.extend(key for key in self._requests if key not in current)
-            self._using.put(using)
+            self._say()
+
+    def _taken(self) -> Iterable[proto.Served]:
+        served, self._served = self._served, {}
+        return served.values()
+
+    def _say(self, served: Iterable[proto.Served] = (), leaves: bool = False) -> None:
+        current = {version.key for version in self._versions.values()}
+        using = proto.Using(router=self._router, epoch=self._stream_epoch, served=served, leaves=leaves)
+        using.keys.extend(key for key in self._requests if key not in current)
+        self._using.put(using)

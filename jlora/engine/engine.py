@@ -23,6 +23,7 @@ from jlora.errors import InvalidArgument, JloraError, ResourceExhausted
 from jlora.types import CacheState, EngineStats, MergeState, Owners, PrefetchResult, Request, TokenEvent
 
 WAIT_S = 0.002  # the longest pause of a step that has nothing to run
+STALLED = 0.1  # of a step's time: after a longer wait for copies, its time says little of its work
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,11 @@ class Engine:
         if not done.plan.helps:
             step_s = now - max(counts.committed, done.dispatched)
             switches = self._switching is not None and self._switching.moved
-            if prompt >= ROW and not switches:  # learns what a prompt token costs beside the running sequences
-                self._manager.policy.meter.observe_prefill(prompt, step_s)
+            meter = self._manager.policy.meter
+            if not (prompt or switches):
+                meter.observe_decode(step_s)
+            if prompt >= ROW and not switches and done.stalled_s <= STALLED * step_s:
+                meter.observe_prefill(prompt, step_s)  # what a prompt token costs beside the running sequences
             if self._switching is not None:
                 self._switching.observe(done.plan, step_s)
         counts.committed = now

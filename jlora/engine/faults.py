@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from jlora.cache import inspect
-from jlora.cache.transfer import Copy
+from jlora.cache.transfer import Copy, Lost
 from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.engine.ports import Parts, Pending, Undone
 from jlora.types import TokenEvent
@@ -62,7 +62,8 @@ class Faults:
         except Undone as undone:
             self._scheduler.undo(undone.works)
             cause = undone.__cause__
-            self._settle(cause if isinstance(cause, Exception) else undone, undone.sequence)
+            if not isinstance(cause, Lost):  # else `copies` hears of it
+                self._settle(cause if isinstance(cause, Exception) else undone, undone.sequence)
             return undone.pending
         self._helpless = 0
         return pending

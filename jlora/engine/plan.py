@@ -146,6 +146,11 @@ class Sequence:
         return len(self.tokens) + self.in_flight - self.computed
 
     @property
+    def most(self) -> int:
+        """Of these, those that one step may compute."""
+        return self.remaining if self.prompt_logprobs is None else min(self.remaining, SCORED_CHUNK)
+
+    @property
     def unadapted(self) -> int:
         """Of these, tokens before the first that its activated LoRA acts on."""
         return max(0, (self.activation or 0) - self.computed)
@@ -226,7 +231,7 @@ class StepPlan:
     decode: tuple[Work, ...]
     prefill: tuple[Work, ...]
     copies: tuple[Copy, ...]
-    streams: tuple[Copy, ...] = ()  # under way; the prompt work reads them, each layer its part
+    streams: tuple[Copy, ...] = ()  # of `copies`, or under way; the prompt work reads them, each layer its part
     helps: tuple[Copy, ...] = ()  # of adapters, under way; the host computes what has not come of them
     merged: Merged = NOTHING
 

@@ -111,7 +111,8 @@ class Swapper(Protocol):
     def place(self, copy: Copy, group: int) -> float:
         """Makes a streamed copy visible up to this group of layers; the seconds that it waited for the copy.
 
-        It returns for one that has failed, too: `failed` names it before the step's results are taken in.
+        Raises:
+            Lost: it has failed.
         """
         ...
 
@@ -125,7 +126,9 @@ class Swapper(Protocol):
 
 
 class Undone(Exception):
-    """Work of a step was not dispatched; its cause says why. A MemoryError: the device or the host lacks memory.
+    """Work of a step was not dispatched; its cause says why.
+
+    A MemoryError: the device or the host lacks memory. `Lost`: what it reads does not come.
 
     Attributes:
         pending: the part of the step that was; None if there is none.

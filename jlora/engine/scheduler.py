@@ -5,9 +5,10 @@ plan for step N+1 before commit of step N, so plan works on counts and never on 
 
 Order of service: higher priority first, then the tenant that has received least, then arrival. Running
 sequences decode every step, and up to `max_step_tokens` of prompts are computed beside them, in this order.
-A sequence whose adapter or prefix lies on the host holds its lease and waits for the copies; sequences
-behind it may run first. `Admission` decides which queued sequences get a lease. If no slot is free, a
-tenant that waits takes slots of one that has received more and runs more, up to equal numbers.
+A sequence whose adapter or prefix lies on the host holds its lease and waits for the copies, or follows
+them layer by layer; sequences behind it may run first. `Admission` decides which queued sequences get a
+lease. If no slot is free, a tenant that waits takes slots of one that has received more and runs more, up
+to equal numbers.
 
 When the pool runs out of blocks, the last sequence in order of service is preempted: it gives up its
 lease, keeps its tokens, and computes them again later. It draws the same tokens as without the preemption.
@@ -29,7 +30,7 @@ from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.admission import Admission
 from jlora.engine.deadlines import Deadlines
-from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
+from jlora.engine.plan import ROW, Drawn, Sequence, StepPlan, Work
 from jlora.engine.shares import account_of, charge_output, owes, refund_prompt, turn
 from jlora.engine.turns import Turns
 from jlora.errors import QueueFull, ResourceExhausted, ShortOfMemory
@@ -185,7 +186,7 @@ class Scheduler:
 
     def _plan(self, now: float, decode: list[Work], prefill: list[Work]) -> StepPlan:
         self._at = self.queue.at = None
-        self.manager.forecast.stepped(0.0 if self._planned is None else now - self._planned)
+        self.manager.forecast.step_s = 0.0 if self._planned is None else now - self._planned
         self._stall_ahead()
         self._stall_excluded()
         if len({sequence.account for sequence in self.running}) > 1:
@@ -295,9 +296,7 @@ class Scheduler:
             if lease is None or (lease.adapter not in nodes and nodes.isdisjoint(lease.path)):
                 continue
             sequence.set_back(not nodes.isdisjoint(lease.path))
-            untouched = not (sequence.in_flight or lease.streamed)
-            again = untouched and isinstance(error, MemoryError)
-            again |= lease.helped and not lease.streamed  # no step has read any of the copy that is wrong
+            again = isinstance(error, MemoryError) or lease.helped  # no step has read any of the copy
             if not (again and sequence.setbacks <= SETBACKS and self._gives_way(sequence)):
                 events += self.fail(sequence.handle, error, now)
         return events
@@ -361,9 +360,8 @@ class Scheduler:
     def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
         """Plans the next tokens of a sequence; the tokens they take of the budget, in whole rows."""
         assert sequence.lease is not None
-        most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
         reach = sequence.unadapted if sequence in self._ahead else sequence.remaining
-        count = min(reach, budget, most)
+        count = min(reach, budget, sequence.most)
         samples = count == sequence.remaining
         works.append(Work(sequence, sequence.computed, count, samples))
         sequence.computed += count
@@ -401,7 +399,7 @@ class Scheduler:
 
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
-        whole = min(sequence.remaining, self.config.max_step_tokens)
+        whole = min(sequence.most, self.config.max_step_tokens)
         return self._leases.gate.readiness(sequence.lease, whole, sequence.unadapted)
 
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
 IDLE_S = 0.01  # of switching between two looks at the queue before any step was seen
-IN_SHARE = 0.75  # of a usual step's time for the pieces before a step; all of it for taking out, as others wait then
+IN_SHARE = 0.5  # of a usual step's time for the pieces before a step; all of it for taking out, as others wait then
 
 
 class Switching(Turns):

@@ -10,7 +10,7 @@ from jlora.cache.inspect import invalid_kv, state
 from jlora.cache.readiness import Readiness
 from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode, Tree, adapter_of
 from tests.cache._books import evict_all
-from tests.cache._cache import BLOCK, Cache
+from tests.cache._cache import BLOCK, Cache, measure
 
 TALK = [5] * 13  # three full blocks and a token
 
@@ -207,13 +207,19 @@ def test_a_copy_that_a_step_cannot_take_as_it_comes_is_of_use_to_the_next_one():
     forecast = cache.manager.forecast
     soon = forecast.arrival_s(lease.adapter)
     assert forecast.usable_s(lease.adapter, 13) == soon > 0, "no step has run yet"
-    forecast.stepped(0.5)
+    forecast.step_s = 0.5
+    assert forecast.usable_s(lease.adapter, 13) == 0.5, "nobody knows how fast the link is"
+    measure(cache.manager.policy.meter)
     assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5, "it begins with this step"
+    assert forecast.usable_s(lease.adapter, 1) == 0.5, "too short a step"
     (copy,) = cache.copies()
     assert forecast.usable_s(lease.adapter, 13) == 0.5, "the link has not taken it up"
     copy.started = cache.now
     assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5
     assert forecast.usable_s(lease.adapter, 1) == 0.5, "too short a step"
+    assert forecast.usable_s(lease.adapter, 2) == 0.5
+    cache.manager.policy.meter.observe_decode(0.003)
+    assert forecast.usable_s(lease.adapter, 2) < 0.5, "one with a prompt takes no less than one that only decodes"
     cache.land()
     assert forecast.usable_s(lease.adapter, 1) == 0
     cache.manager.leases.release(lease)

@@ -11,7 +11,7 @@ import pytest
 
 from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
-from jlora.cache.transfer import Copy, Direction
+from jlora.cache.transfer import Copy, Direction, Lost
 from jlora.cache.tree import AdapterNode
 from jlora.layout import PoolLayout
 from jlora.model import sharding, step
@@ -170,12 +170,12 @@ def test_a_copy_that_fails_is_named_and_the_lane_goes_on(rig: Rig):
     assert copy is bad and isinstance(error, IndexError) and rig.swapper.failed() == []
 
 
-def test_a_streamed_copy_that_fails_holds_up_no_step(rig: Rig):
+def test_no_step_waits_for_a_streamed_copy_that_fails(rig: Rig):
     copy = rig.copy("in", (4000,), (1,), streams=True)
     rig.swapper.start([copy])
-    assert rig.swapper.place(copy, 2) >= 0.0
-    assert [failed for failed, _ in rig.swapper.failed()] == [copy]
-    assert rig.swapper.place(copy, 3) == 0.0 and rig.swapper.landed() == []
+    with pytest.raises(Lost):
+        rig.swapper.place(copy, 2)
+    assert [failed for failed, _ in rig.swapper.failed()] == [copy] and rig.swapper.landed() == []
 
 
 def test_closing_does_not_wait_for_what_is_queued(slow: Rig):

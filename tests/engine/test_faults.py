@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jlora import config
-from jlora.cache import inspect
+from jlora.cache import inspect, residency
 from jlora.engine import faults, shares
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
@@ -282,11 +282,34 @@ def test_a_copy_without_memory_is_made_again(replica: Running, expected: dict, m
     replica.flush_cache()
     wrapped(monkeypatch, replica.parts.runner.pool, "stage", every(3, exhausted))
     for request in mixed():
-        events = serve(replica, [request])[request.id]
-        if events[-1].error is None:
-            assert tokens(events) == expected[request.id]
-        else:  # a step had begun to read it
-            assert isinstance(events[-1].error, ResourceExhausted)
+        assert tokens(serve(replica, [request])[request.id]) == expected[request.id]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_step_that_follows_a_copy_without_memory_is_taken_back(
+    replica: Running, monkeypatch: pytest.MonkeyPatch, at: int
+):
+    """Whether or not a part of the copy has come, and the launch of some layers gone out."""
+    request = Request("a", tuple(range(3, 12)), GREEDY, adapter="large", bypass_prefix_cache=True)
+    others = mixed()[:3]
+    expected = serve(replica, [request, *others])
+    meter = replica.parts.scheduler.manager.policy.meter
+    monkeypatch.setattr(meter, "token_s", 1.0)  # a step may follow any copy, however short
+    monkeypatch.setattr(residency, "STREAM_FROM_S", 0.0)
+    serve(replica, [Request(f"p{i}", tuple(range(3 + i, 100 + i)), GREEDY) for i in range(8)])
+    assert replica.adapter("large").tier == "HOST"
+    failed: list[object] = []
+
+    def trouble(*_: object) -> None:
+        failed.append(_)
+        if len(failed) == at:
+            raise exhausted()
+
+    wrapped(monkeypatch, replica.parts.runner.pool, "stage", trouble)
+    streamed = replica.cache_state().streamed
+    got = serve(replica, [request, *others])
+    assert {name: tokens(events) for name, events in got.items()} == {n: tokens(e) for n, e in expected.items()}
+    assert len(failed) > at and replica.cache_state().streamed > streamed
 
 
 def test_a_prefix_whose_copy_finds_no_memory_is_computed_again(replica: Running, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from jlora.engine.deadlines import SPARE
 from jlora.errors import ResourceExhausted
 from jlora.types import Request, SamplingParams
 from tests.cache._books import evict_all
+from tests.cache._cache import measure
 from tests.engine._bench import EOS, Bench, counted, work
 
 
@@ -295,7 +296,7 @@ def test_decoding_takes_room_from_those_that_still_load():
 
 def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
     bench = Bench(delay=3, streams=True)
-    bench.manager.policy.meter.token_s = 1.0
+    measure(bench.manager.policy.meter)
     node = bench.adapter(1, 3)
     bench.submit("early", 9, max_tokens=2, adapter=node)
     bench.step()
@@ -308,7 +309,7 @@ def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
 
 def test_a_copy_that_waits_for_the_link_is_streamed_once_the_link_carries_it():
     bench = Bench(delay=3, streams=True)
-    bench.manager.policy.meter.token_s = 1.0
+    measure(bench.manager.policy.meter)
     for uid, name in ((1, "first"), (2, "second")):
         bench.submit(name, 9, max_tokens=2, adapter=bench.adapter(uid, 3))
     bench.step()

@@ -43,17 +43,17 @@ def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkey
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
-    assert port.advance(switching, 0.3) and merger.done == 2
+    assert port.advance(switching, 0.42) and merger.done == 2
     node.host = ()
     assert port.advance(switching, 0.1) and merger.done == 1
     assert port.advance(switching, 0.1) and merger.done == 0
     node.host = (7, 8, 9)
-    assert port.advance(switching, 0.6) and merger.done == 4
+    assert port.advance(switching, 0.82) and merger.done == 4
     node.host = ()  # the weights have all of it
     assert port.advance(switching, 0.1) and merger.done == 4
 
 
-def test_a_step_waits_for_pieces_for_less_than_its_usual_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_waits_for_pieces_for_half_of_its_usual_time(monkeypatch: pytest.MonkeyPatch):
     """So it ends within twice that time, with what else a switch costs it; but one piece goes on in any case."""
     merger: Any = Counted()
     policy: Any = SimpleNamespace(refused=set())
@@ -62,7 +62,7 @@ def test_a_step_waits_for_pieces_for_less_than_its_usual_time(monkeypatch: pytes
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
-    assert port.advance(switching, 0.42) and merger.done == 3, "they would take 0.4 s if all four came at once"
+    assert port.advance(switching, 0.62) and merger.done == 3, "all four would take 0.4 s"
     assert port.advance(switching, 0.01) and merger.done == 4
     port.want(switching, None)
     assert port.advance(switching, 0.31) and merger.done == 1, "others wait: it takes out what fits into a whole step"

@@ -106,6 +106,24 @@ def test_the_meter_learns_what_the_model_and_the_link_are_made_of():
     assert meter.token_s == pytest.approx(MODEL.prompt_token_s + STEP / CHUNK, rel=0.05)
 
 
+def test_a_step_that_waits_for_a_copy_teaches_nothing_of_prompts():
+    spec = sized(device=40)
+    spec = replace(spec, link=replace(spec.link, groups=4, adapter_s=0.5))
+    replica = quiet(replica_of(spec, "lru"))
+    for turn in range(6):
+        replica.submit(request(f"r{turn}", CHUNK + 1, 3, seed=turn, adapter=turn % 3), replica.clock.now)
+        run(quiet(replica))
+    meter, streamed = replica.manager.policy.meter, replica.manager.counters.streamed
+    assert meter.decode_s == pytest.approx(STEP, rel=0.05)
+    meter.token_s = 1.0  # a step may follow any copy
+    replica.submit(request("cold", CHUNK, 1, 9, adapter=0), replica.clock.now)
+    run(replica)
+    assert replica.manager.counters.streamed == streamed + 1 and meter.token_s == 1.0
+    replica.submit(request("warm", CHUNK, 1, 10, adapter=0), replica.clock.now)
+    run(replica)
+    assert meter.token_s < 1.0
+
+
 def test_a_request_waits_for_its_adapter_and_its_prefix_and_says_how_long():
     spec = replace(sized(device=40), link=replace(SPEC.link, groups=1))  # nothing is streamed
     replica = quiet(replica_of(spec, "lru"))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jlora.cache.transfer import Lost
 from jlora.engine.plan import Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
@@ -298,7 +299,7 @@ class Device:
                 part = self._step(_part(plan, done), stalled, drawn) if done else None
                 works = tuple(work for work in plan.work if work not in done)
                 guilty = launch[0].sequence if len(launch) == 1 else None
-                if guilty is not None:
+                if guilty is not None and not isinstance(error, Lost):
                     self._struck.request(guilty.handle)
                 raise Undone(part, works, guilty) from error
             drawn += [self._compute(work, plan) for work in launch]

@@ -363,14 +363,14 @@ def a_silent_router_is_waited_for() -> list[Any]:
 
 def a_router_does_not_say_what_it_uses() -> list[Any]:
     """The controller does not know which old versions another router's requests use."""
-    tell = RemoteDirectory._tell
+    say = RemoteDirectory._say
 
-    def told(self: RemoteDirectory, *what: Any) -> None:
+    def said(self: RemoteDirectory, *what: Any) -> None:
         used, self._requests = self._requests, Counter()
-        tell(self, *what)
+        say(self, *what)
         self._requests = used
 
-    return [mock.patch.object(RemoteDirectory, "_tell", told)]
+    return [mock.patch.object(RemoteDirectory, "_say", said)]
 
 
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
