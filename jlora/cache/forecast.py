@@ -75,7 +75,7 @@ class Forecast:
     def fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether the rest of the nodes' copies takes less time than a step with so many tokens of a prompt.
 
-        It reads all weights, as one that only decodes does, so it takes at least as long.
+        It reads all weights, as one that only decodes does, so it takes about as long at least.
         """
         copies = dict.fromkeys(self._traffic.flying[node] for node in nodes)  # in order: a replay adds up alike
         if tokens < 2 or not all(copy.streams and (copy.started or self._begins(copy)) for copy in copies):

@@ -77,7 +77,7 @@ class Meter:
 
     def __init__(self, block_s: float, token_s: float = 1e-4, block_tokens: int = 0):
         self.token_s = token_s
-        self.decode_s = 0.0
+        self.decode_s = self._decoded_s = 0.0
         self._block_tokens = block_tokens
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
         self._disk = _Fit(5e-3, DISK * block_s)
@@ -106,8 +106,9 @@ class Meter:
             self.token_s += 0.1 * (seconds / tokens - self.token_s)
 
     def observe_decode(self, seconds: float) -> None:
-        """Takes in a step that computed no prompt token."""
-        self.decode_s += (0.1 if self.decode_s else 1.0) * (seconds - self.decode_s)
+        """Takes in a step that computed no prompt token; of two in turn the shorter: one may have been held up."""
+        shorter, self._decoded_s = min(self._decoded_s, seconds), seconds
+        self.decode_s += (0.1 if self.decode_s else 1.0) * (shorter - self.decode_s)
 
     def measured(self, kind: int) -> bool:
         """Whether any load of this kind has been."""

@@ -51,6 +51,7 @@ class _Counts:
     dispatch_s: float = 0.0
     read_s: float = 0.0
     commit_s: float = 0.0
+    stalled_s: float = 0.0  # that the last dispatch waited for copies
 
     @property
     def host_s(self) -> float:
@@ -99,7 +100,7 @@ class Engine:
         self._swapper.start(plan.copies)
         planned = self._clock()
         pending = self._faults.run(plan) if plan.decode or plan.prefill else None
-        stalled_s = 0.0 if pending is None else pending.stalled_s
+        counts.stalled_s = stalled_s = 0.0 if pending is None else pending.stalled_s
         counts.plan_s += planned - began
         counts.dispatch_s += self._clock() - planned - stalled_s
         # The dispatch of a helped step has waited for the host's part: overlapping it would only delay its tokens.
@@ -150,12 +151,13 @@ class Engine:
         if not done.plan.helps:
             step_s = now - max(counts.committed, done.dispatched)
             switches = self._switching is not None and self._switching.moved
+            stalled = max(done.stalled_s, counts.stalled_s) > STALLED * step_s  # the last dispatch came before this
             meter = self._manager.policy.meter
-            if not (prompt or switches):
+            if not (prompt or switches or stalled):
                 meter.observe_decode(step_s)
-            if prompt >= ROW and not switches and done.stalled_s <= STALLED * step_s:
+            if prompt >= ROW and not (switches or stalled):
                 meter.observe_prefill(prompt, step_s)  # what a prompt token costs beside the running sequences
-            if self._switching is not None:
+            if self._switching is not None and not stalled:
                 self._switching.observe(done.plan, step_s)
         counts.committed = now
         counts.steps += 1

@@ -88,6 +88,7 @@ class Faults:
             return
         for copy, error in failed:
             log.error("a copy of %d blocks has failed (%s)", len(copy.source), copy.direction, exc_info=error)
+            copy.streams = False  # it may stay for a while: no step is to follow it
             self._copies.append((copy, error))
         left = []
         for copy, error in self._copies:

@@ -74,6 +74,7 @@ class Sequence:
     want: Want | None = None  # what it needs of the cache, while it waits
     refused: int = -1  # the cache's epoch when it was last refused a lease
     setbacks: int = 0  # copies for it that have failed
+    lost: Copy | None = None  # the last of them
     uncached: bool = False  # one of them was of its cached prefix
     overtaken: int = 0  # how many sequences have gone first because they found everything on the device
     set_up: bool = False  # the slot's tables on the device are this sequence's
@@ -135,9 +136,12 @@ class Sequence:
         scored = self.request.sampling.prompt_logprobs is not None and not self.resumed
         return not (self.request.bypass_prefix_cache or scored or self.uncached)
 
-    def set_back(self, uncached: bool) -> None:
+    def set_back(self, copy: Copy, uncached: bool) -> None:
         """A copy for it has failed; `uncached`: of its cached prefix, which it computes then."""
-        self.setbacks += 1
+        self.setbacks += copy is not self.lost  # it is told again while what it depends on moves
+        self.lost = copy
+        if self.lease is not None and not self.lease.helped:
+            self.lease.cold_start = ""  # it has not started
         self.uncached |= uncached
 
     @property

@@ -295,8 +295,8 @@ class Scheduler:
             lease = sequence.lease
             if lease is None or (lease.adapter not in nodes and nodes.isdisjoint(lease.path)):
                 continue
-            sequence.set_back(not nodes.isdisjoint(lease.path))
-            again = isinstance(error, MemoryError) or lease.helped  # no step has read any of the copy
+            sequence.set_back(copy, not nodes.isdisjoint(lease.path))
+            again = isinstance(error, MemoryError) or lease.helped  # no step has read what has not come
             if not (again and sequence.setbacks <= SETBACKS and self._gives_way(sequence)):
                 events += self.fail(sequence.handle, error, now)
         return events
@@ -400,7 +400,9 @@ class Scheduler:
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
         whole = min(sequence.most, self.config.max_step_tokens)
-        return self._leases.gate.readiness(sequence.lease, whole, sequence.unadapted)
+        found = self._leases.gate.readiness(sequence.lease, whole, sequence.unadapted)
+        again = sequence.setbacks > 0 and found is Readiness.STREAM  # that may fail, too, and take others back
+        return Readiness.WAIT if again else found
 
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 
 from jlora import config
 from jlora.cache import inspect, residency
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import AdapterNode
 from jlora.engine import faults, shares
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
@@ -306,10 +309,33 @@ def test_a_step_that_follows_a_copy_without_memory_is_taken_back(
             raise exhausted()
 
     wrapped(monkeypatch, replica.parts.runner.pool, "stage", trouble)
-    streamed = replica.cache_state().streamed
+    undone: list[object] = []
+    wrapped(monkeypatch, replica.parts.scheduler, "undo", undone.extend)
     got = serve(replica, [request, *others])
     assert {name: tokens(events) for name, events in got.items()} == {n: tokens(e) for n, e in expected.items()}
-    assert len(failed) > at and replica.cache_state().streamed > streamed
+    assert len(failed) > at and undone
+    assert got["a"][-1].timing.cold_start == "wait", "it follows no copy again"
+
+
+def test_no_step_follows_a_failed_copy_that_stays_while_others_move():
+    none: Any = None
+    copy = Copy("in", AdapterNode(1, 1), (AdapterNode(1, 1),), (1,), (1,), demand=True, streams=True)
+    failing, lost = [(copy, short())], iter([False, True])
+    told: list[Copy] = []
+
+    def fail_copy(copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
+        told.append(copy)
+        return []
+
+    swapper = SimpleNamespace(failed=lambda: [failing.pop()] if failing else [])
+    scheduler: Any = SimpleNamespace(fail_copy=fail_copy, manager=SimpleNamespace(lost=lambda copy: next(lost)))
+    parts: Any = SimpleNamespace(scheduler=scheduler, swapper=swapper, runner=none, clock=lambda: 0.0)
+    trouble = faults.Faults(parts)
+    trouble.copies()
+    assert not copy.streams
+    trouble.copies()
+    trouble.copies()
+    assert told == [copy, copy], "until its blocks are taken back"
 
 
 def test_a_prefix_whose_copy_finds_no_memory_is_computed_again(replica: Running, monkeypatch: pytest.MonkeyPatch):
