@@ -153,17 +153,8 @@ def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
 
 def worst_start(study: Study, way: str) -> str:
     """The most that a way of starting adds to the first token of a case, over all adapters on the device."""
-    return f"{100 * _added(study, way).max():.0f} %"
-
-
-def start(study: Study, case: str, way: str) -> str:
-    """The same of one case."""
-    return f"{100 * _added(study, way)[case]:.0f} %"
-
-
-def _added(study: Study, way: str) -> pd.Series:
     ttft = study.rows[study.rows["kind"] == "figure"].pivot(index="cell", columns="side", values="ttft_s")
-    return ttft[way] / ttft["cached"] - 1
+    return f"{100 * (ttft[way] / ttft['cached'] - 1).max():.0f} %"
 
 
 def cold_borders(study: Study) -> pd.DataFrame:

@@ -13,7 +13,7 @@ RECOMPUTE = 3.0
 # And so many times where the copy itself, without waiting for others, is shorter: then the link carries
 # more prefixes in a second than the device computes, and only the wait speaks for computing.
 RECOMPUTE_QUICK = 6.0
-# A step starts before its copies have landed if they need at most this share of its time.
+# A step starts before its copies have landed if it waits for them for at most this share of its time.
 STREAM = 0.9
 
 
@@ -22,6 +22,7 @@ class Forecast:
 
     Attributes:
         step_s: from the plan of the step before this one to this plan; 0 if that had no work.
+        busy: whether the device has just begun a step that was planned before.
     """
 
     def __init__(self, traffic: Traffic, meter: Meter, clock: Callable[[], float], block_tokens: int):
@@ -30,6 +31,7 @@ class Forecast:
         self._clock = clock
         self._block_tokens = block_tokens
         self.step_s = 0.0
+        self.busy = False
 
     @property
     def wait_s(self) -> float:
@@ -73,23 +75,28 @@ class Forecast:
         return self.arrival_s(adapter) > tokens * self._meter.token_s
 
     def fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
-        """Whether the rest of the nodes' copies takes less time than a step with so many tokens of a prompt.
+        """Whether a step with so many tokens of a prompt may follow the nodes' copies.
 
-        It reads all weights, as one that only decodes does, so it takes about as long at least.
+        It may if it waits for them for less time than it takes, once the device has done the step in flight. It reads
+        all weights, as one that only decodes does, so it takes about as long at least.
         """
-        copies = dict.fromkeys(self._traffic.flying[node] for node in nodes)  # in order: a replay adds up alike
-        if tokens < 2 or not all(copy.streams and (copy.started or self._begins(copy)) for copy in copies):
+        copies = set(map(self._traffic.flying.__getitem__, nodes))
+        if tokens < 2 or not all(copy.streams and (copy.started or self._goes_out(copy)) for copy in copies):
             return False
-        now = self._clock()
-        left = [self._meter.load_s(c.kind, len(c.source)) + (c.started or now) - now for c in copies]
+        now, left = self._clock(), list[float]()
+        for copy in self._traffic.arriving:  # the link carries one after the other
+            if (copy.demand or copy.started) and not copy.seconds:
+                left.append(self._meter.load_s(copy.kind, len(copy.source)) + (copy.started or now) - now)
+            copies.discard(copy)
+            if not copies:
+                break
         step_s = max(self._meter.decode_s, tokens * self._meter.token_s)
         # A copy that is overdue defies the estimate: a step must not wait for it.
-        return min(left) > 0 and sum(left) <= STREAM * step_s
+        return min(left, default=1) > 0 and sum(left) <= STREAM * step_s + self.busy * self._meter.decode_s
 
-    def _begins(self, copy: Copy) -> bool:
-        """Whether it goes out before the step that is being planned, to a free link whose speed is known."""
-        alone = copy in self._traffic.outbox and len(self._traffic.arriving) == 1
-        return alone and self._meter.measured(copy.kind)
+    def _goes_out(self, copy: Copy) -> bool:
+        """Whether it begins with the step that is being planned; of its kind, one has been measured."""
+        return copy in self._traffic.outbox and self._meter.measured(copy.kind)
 
     def _left_s(self, copy: Copy, now: float) -> float:
         """How long the link will yet be busy with it."""

@@ -96,6 +96,7 @@ class Engine:
         self._faults.copies()
         self._ended += self._scheduler.expire(began)
         self._switch(began)
+        self._manager.forecast.busy = self._in_flight is not None
         plan = self._faults.plan(began)
         self._swapper.start(plan.copies)
         planned = self._clock()

@@ -77,7 +77,10 @@ class Link:
         return min(lane.ends for lane in self._lanes.values())
 
     def place(self, copy: Copy, group: int) -> float:
-        began = self._clock.now
+        began, lane = self._clock.now, self._lanes["in"]
+        while not copy.started:  # others come first
+            self._clock.advance(lane.ends)
+            self._done += lane.advance(lane.ends)
         self._clock.advance(self.arrival(copy, group))
         return self._clock.now - began
 

@@ -218,10 +218,16 @@ def test_a_copy_that_a_step_cannot_take_as_it_comes_is_of_use_to_the_next_one():
     assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5
     assert forecast.usable_s(lease.adapter, 1) == 0.5, "too short a step"
     assert forecast.usable_s(lease.adapter, 2) == 0.5
+    forecast.busy = True
+    assert forecast.usable_s(lease.adapter, 2) == 0.5, "no step has been measured"
     for seconds in (9.0, 0.003):  # the first was held up
         cache.manager.policy.meter.observe_decode(seconds)
         assert cache.manager.policy.meter.decode_s == 0.003 * (seconds < 1)
     assert forecast.usable_s(lease.adapter, 2) < 0.5, "one with a prompt takes no less than one that only decodes"
+    cache.manager.policy.meter.decode_s = 0.0011
+    assert forecast.usable_s(lease.adapter, 2) < 0.5, "it may wait for 1.8 ms, when the device has done another step"
+    forecast.busy = False
+    assert forecast.usable_s(lease.adapter, 2) == 0.5
     cache.land()
     assert forecast.usable_s(lease.adapter, 1) == 0
     cache.manager.leases.release(lease)

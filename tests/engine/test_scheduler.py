@@ -307,9 +307,21 @@ def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
     assert not any(p.streams for p in bench.plans[3:])
 
 
-def test_a_copy_that_waits_for_the_link_is_streamed_once_the_link_carries_it():
+def test_a_step_follows_copies_one_after_the_other_if_it_takes_longer_than_all():
     bench = Bench(delay=3, streams=True)
     measure(bench.manager.policy.meter)
+    for uid, name in ((1, "first"), (2, "second")):
+        bench.submit(name, 9, max_tokens=2, adapter=bench.adapter(uid, 3))
+    bench.step()
+    assert bench.plans[0].streams == bench.plans[0].copies and len(bench.plans[0].copies) == 2
+    bench.finish()
+
+
+def test_a_copy_that_waits_for_the_link_is_streamed_once_the_link_carries_it():
+    bench = Bench(delay=3, streams=True)
+    meter = bench.manager.policy.meter
+    measure(meter)
+    meter.token_s = 6e-3  # of one copy's 30 ms, the step may wait for 49
     for uid, name in ((1, "first"), (2, "second")):
         bench.submit(name, 9, max_tokens=2, adapter=bench.adapter(uid, 3))
     bench.step()
@@ -317,7 +329,8 @@ def test_a_copy_that_waits_for_the_link_is_streamed_once_the_link_carries_it():
     assert bench.plans[0].streams == (first,) and work(bench.plans[0]) == {"first": (0, 9)}
     bench.step()
     assert "second" not in work(bench.plans[1])
-    second.started = bench.now + 1  # the link takes it up just before the next step
+    first.seconds = 0.03  # it has come, and the link takes up the other just before the next step
+    second.started = bench.now + 1
     bench.step()
     assert bench.plans[2].streams == (second,) and "second" in work(bench.plans[2])
     bench.finish()
