@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,14 @@ def ratios(rows: pd.DataFrame, side: str, base: str, key: str) -> pd.Series:
 def told(values: pd.Series) -> str:
     """Median (lowest-highest)."""
     return f"{values.median():.2f} ({values.min():.2f}–{values.max():.2f})"
+
+
+def averaged(values: pd.Series) -> str:
+    """Geometric mean and its standard error."""
+    logs = [math.log(value) for value in values]
+    mean = math.exp(statistics.fmean(logs))
+    error = f" ± {mean * statistics.stdev(logs) / math.sqrt(len(logs)):.3f}" if len(logs) > 1 else ""
+    return f"{mean:.3f}{error}"
 
 
 def control(rows: pd.DataFrame, side: str, key: str) -> float:

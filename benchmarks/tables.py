@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.records import Study, control, median, ratios, told
+from benchmarks.records import Study, averaged, control, median, ratios, told
 
+SKEW = ("off", "auto", "merged")  # sides of `skew`
 AUTO = ("auto", "auto, file")  # ways of starting cold that choose between the others
 GAP_S = 0.1  # by which a gap may be longer than the idle server's
 GAPS = {"loop_s": "loop, ms", "engine_s": "engine, ms", "tokens_s": "tokens, ms"}
@@ -247,22 +248,35 @@ def skew(study: Study) -> pd.DataFrame:
         rank, hot = cell.split(", ")
         row = {"adapters": rank, "hottest": hot}
         row |= {
-            side: f"{1e3 * middle.loc[side, 'mean_s']:.1f} / {1e3 * middle.loc[side, 'p90_s']:.1f}"
-            for side in ("off", "auto", "fixed")
+            side: f"{1e3 * middle.loc[side, 'mean_s']:.1f} / {1e3 * middle.loc[side, 'p90_s']:.1f}" for side in SKEW
         }
-        for what in ("mean", "p90"):
-            row[f"off / auto, {what}"] = told(ratios(rows, "off", "auto", f"{what}_s"))
+        for side in SKEW[::2]:
+            for what in ("mean", "p90"):
+                row[f"{side} / auto, {what}"] = averaged(ratios(rows, side, "auto", f"{what}_s"))
         worst = rows.groupby("side")["others_queue_s"].max()
-        row["wait s"] = " / ".join(f"{worst[side]:.2f}" for side in ("off", "auto", "fixed"))
-        row["switches"] = f"{middle.loc['auto', 'switches']:.0f} / {middle.loc['fixed', 'switches']:.0f}"
-        made.append({**row, "control": controls(rows, ("off", "auto", "fixed"), "mean_s")})
+        row["wait s"] = " / ".join(f"{worst[side]:.2f}" for side in SKEW)
+        row["switches"] = " / ".join(f"{middle.loc[side, 'switches']:.0f}" for side in SKEW[1:])
+        made.append({**row, "control": controls(rows, SKEW, "mean_s")})
     return pd.DataFrame(made)
 
 
-def merged_cells(study: Study) -> str:
-    """Where `auto` has switched."""
-    rows = study.rows[(study.rows["side"] == "auto") & (study.rows["switches"] > 0)]
-    return " and ".join(cell.replace(", ", " and a share of ") for cell in rows["cell"].unique())
+def merges_by_skew(study: Study) -> dict[str, Any]:
+    """Where `auto` has switched and what that gained, and what its decisions cost where it has not.
+
+    Returns:
+        merged: ratios by the cell's name; pairs, ratio: of all other cells; host_us: per step, more than `off`.
+    """
+    rows = study.rows
+    switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
+    by_cell = {cell: ratios(found, "off", "auto", "mean_s") for cell, found in rows.groupby("cell", sort=False)}
+    others = pd.concat([values for cell, values in by_cell.items() if cell not in switched])
+    host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median()
+    return {
+        "merged": {cell: averaged(by_cell[cell]) for cell in by_cell if cell in switched},
+        "pairs": len(others),
+        "ratio": averaged(others),
+        "host_us": 1e6 * (host["auto"] - host["off"]),
+    }
 
 
 def cold(study: Study) -> pd.DataFrame:

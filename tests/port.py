@@ -276,7 +276,13 @@ def merge_base(merger: Merger) -> Seam:
 
 def collect(merger: Merger) -> None:
     """Waits for what rounding has lost, which comes to the host beside the steps."""
-    merger._collect()
+    merger._lost.collect()
+    merger._lost.collect()
+
+
+def lost(merger: Merger) -> dict[tuple[int, str], Any]:
+    """What rounding has lost, as far as it has come to the host."""
+    return merger._lost._kept
 
 
 # -- fronts -----------------------------------------------------------------------------------------

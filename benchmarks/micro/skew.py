@@ -4,8 +4,11 @@ Eight adapters of one rank. The most asked-for one gets a share of the requests,
 plays the same requests, which come by a Poisson process. The figure of a request is its latency over its output
 tokens; the mean divides the sums, as in section 7.1.
 
-    off, auto   engine.merge
-    fixed       engine.merge = the most asked-for adapter: it is merged, except while others must run
+    off     nothing is ever merged
+    auto    engine.merge = auto
+    merged  something is always merged: dLoRA's merged-only inference, with its credits against starvation
+
+A side is a policy. One replica plays them in turn, because two replicas in a process differ by more than the sides.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +26,15 @@ import numpy as np
 
 from benchmarks.micro.answers import TIMEOUT_S, send
 from benchmarks.runner import Options
+from benchmarks.studies.merging import MergedOnly
 from jlora import config as configuration
+from jlora.cache.tree import AdapterNode
 from jlora.engine.local import LocalReplica
+from jlora.engine.merging import Merging, Times
 from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
 from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
-from jlora.types import Request, SamplingParams
+from jlora.types import EngineStats, Request, SamplingParams
 
 ADAPTERS = 8
 HOT = (0.125, 0.5, 0.7, 0.9, 1.0)  # the most asked-for adapter's share of the requests
@@ -64,6 +70,13 @@ class Asked:
     adapter: int
 
 
+class Never(Merging):
+    """Merges nothing."""
+
+    def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
+        return None
+
+
 def run(options: Options) -> None:
     """Every rank and skew, as many rounds as asked for (5)."""
     size = QUICK if options.quick else FULL
@@ -73,28 +86,16 @@ def run(options: Options) -> None:
         for i in range(ADAPTERS):
             write_adapter(folder / _name(rank, i), size.spec, rank, i)
     facts = {"adapters": ADAPTERS, "requests": size.requests, "load": LOAD, "starve_s": STARVE_S}
-    facts |= {"prompt": size.prompt, "output": size.output}
+    facts |= {"prompt": size.prompt, "output": size.output, "replicas": 1}
     records = options.records(f"skew-{options.dtype}", facts)
     model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
     for rank in size.ranks:
-        settings = {**SETTINGS, **model, **options.settings, **_paths(folder, rank)}
-        with ExitStack() as stack:
-            kinds = {"off": "off", "auto": "auto", "fixed": _name(rank, 0)}
-            replicas = {
-                side: stack.enter_context(_started(settings, merge, size, rank)) for side, merge in kinds.items()
-            }
-            rate = LOAD * capacity(replicas["off"], size, rank)
+        with _started({**SETTINGS, **model, **options.settings, **_paths(folder, rank)}, size, rank) as player:
+            rate = LOAD * player.capacity()
             for hot in (hot for hot in size.hot if not options.only or f"{hot:g}" in options.only):
                 asked = draw(size, hot, rate)
-                sides = [Side(side, partial(play, replica, size, rank, asked)) for side, replica in replicas.items()]
-                records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5))
-
-
-def capacity(replica: LocalReplica, size: Size, rank: int) -> float:
-    """Requests that it serves in a second when all of a run come at once, as many for each adapter."""
-    began = time.monotonic()
-    play(replica, size, rank, draw(size, 1 / ADAPTERS))
-    return size.requests / (time.monotonic() - began)
+                sides = [Side(side, partial(player.play, side, asked)) for side in player.policies]
+                records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5), alternate=True)
 
 
 def draw(size: Size, hot: float, rate: float = math.inf) -> list[Asked]:
@@ -110,35 +111,76 @@ def draw(size: Size, hot: float, rate: float = math.inf) -> list[Asked]:
     return [Asked(float(when), int(adapter)) for when, adapter in zip(at, rng.permutation(adapters), strict=True)]
 
 
-def play(replica: LocalReplica, size: Size, rank: int, asked: Sequence[Asked]) -> Sample:
-    """One run on an idle replica."""
-    before = _settled(replica)
-    answers, began = [], time.monotonic()
-    for i, each in enumerate(asked):
-        time.sleep(max(0.0, began + each.at - time.monotonic()))
-        answers.append(send(replica, _request(size, f"skew-{i}", _name(rank, each.adapter), i)))
-    timings = [answer.end() for answer in answers]
-    latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
-    waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
-    last = asked[-1].at
-    return {
-        "mean_s": sum(latencies) / (size.output * len(latencies)),
-        "p90_s": float(np.percentile(latencies, 90)) / size.output,
-        "others_queue_s": max(waits, default=0.0),
-        "rate": size.requests / last if last else 0.0,
-        "switches": _settled(replica) - before,
-    }
+class Player:
+    """One replica that plays every side."""
+
+    def __init__(self, replica: LocalReplica, size: Size, rank: int):
+        switching = replica._engine._switching
+        assert switching is not None
+        self._replica, self._switching, self._size, self._rank = replica, switching, size, rank
+        seqs = SETTINGS["engine.max_seqs"]
+        self.policies = {
+            "off": Never(seqs, STARVE_S, Times(0.0)),
+            "auto": switching.policy,
+            "merged": MergedOnly(seqs, STARVE_S, Times(0.0)),
+        }
+
+    def capacity(self) -> float:
+        """Requests that `off` serves in a second when all of a run come at once, as many for each adapter."""
+        began = time.monotonic()
+        self.play("off", draw(self._size, 1 / ADAPTERS))
+        return self._size.requests / (time.monotonic() - began)
+
+    def play(self, side: str, asked: Sequence[Asked]) -> Sample:
+        """One run, begun and ended with no request and no switch under way."""
+        replica, size = self._replica, self._size
+        before = self._turn_to(side)
+        answers, began = [], time.monotonic()
+        for i, each in enumerate(asked):
+            time.sleep(max(0.0, began + each.at - time.monotonic()))
+            answers.append(send(replica, _request(size, f"skew-{i}", _name(self._rank, each.adapter), i)))
+        timings = [answer.end() for answer in answers]
+        after = self._settled()
+        latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
+        waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
+        last, steps = asked[-1].at, after.steps - before.steps
+        return {
+            "mean_s": sum(latencies) / (size.output * len(latencies)),
+            "p90_s": float(np.percentile(latencies, 90)) / size.output,
+            "others_queue_s": max(waits, default=0.0),
+            "rate": size.requests / last if last else 0.0,
+            "switches": after.merge.switches - before.merge.switches,
+            "steps": steps,
+            "host_step_s": (after.host_step_s * after.steps - before.host_step_s * before.steps) / steps,
+        }
+
+    def _turn_to(self, side: str) -> EngineStats:
+        """Has the replica decide as `side` does."""
+        self._replica.between_steps(lambda: setattr(self._switching, "policy", self.policies[side])).result(TIMEOUT_S)
+        return self._settled()
+
+    def _settled(self) -> EngineStats:
+        """The counters, once no switch is under way: it would disturb the side that runs next."""
+        until, calm = time.monotonic() + TIMEOUT_S, 0
+        while True:  # a switch may be about to begin
+            stats = self._replica.state().result(TIMEOUT_S).stats
+            calm = calm + 1 if stats.merge.share in (0.0, 1.0) else 0
+            if calm == 3:
+                return stats
+            assert time.monotonic() < until, "a switch does not end"
+            time.sleep(0.1)  # an idle engine looks as often
 
 
 @contextmanager
-def _started(settings: dict[str, Any], merge: str, size: Size, rank: int) -> Iterator[LocalReplica]:
+def _started(settings: dict[str, Any], size: Size, rank: int) -> Iterator[Player]:
     """A replica whose programs are compiled and whose adapters have been used."""
-    replica = LocalReplica.start(configuration.load(None, {**settings, "engine.merge": merge}))
+    replica = LocalReplica.start(configuration.load(None, {**settings, "engine.merge": "auto"}))
     try:
         replica.warm().result(TIMEOUT_S)
-        for _ in range(2):  # the first runs on a new replica are slower
-            play(replica, size, rank, draw(size, 1 / ADAPTERS))
-        yield replica
+        player = Player(replica, size, rank)
+        for side in player.policies:  # the first runs on a new replica are slower
+            player.play(side, draw(size, 1 / ADAPTERS))
+        yield player
     finally:
         replica.close()
 
@@ -147,17 +189,6 @@ def _request(size: Size, name: str, adapter: str, seed: int) -> Request:
     prompt = np.random.default_rng(seed).integers(3, size.spec.vocab, size.prompt)
     sampling = SamplingParams(temperature=0.0, max_tokens=size.output, ignore_eos=True)
     return Request(name, tuple(prompt.tolist()), sampling, adapter, bypass_prefix_cache=True)
-
-
-def _settled(replica: LocalReplica) -> int:
-    """Switches so far, once none is under way: it would disturb the side that runs next."""
-    until, calm = time.monotonic() + TIMEOUT_S, 0
-    while calm < 3:  # a switch may be about to begin
-        merge = replica.state().result(TIMEOUT_S).stats.merge
-        calm = calm + 1 if merge.share in (0.0, 1.0) else 0
-        assert time.monotonic() < until, "a switch does not end"
-        time.sleep(0.02)
-    return replica.state().result(TIMEOUT_S).stats.merge.switches
 
 
 def _paths(folder: Path, rank: int) -> dict[str, str]:

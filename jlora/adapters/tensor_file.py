@@ -77,13 +77,13 @@ def read_data(file: File, header: bytes, where: str) -> np.ndarray:
 
 
 def to_float32(data: np.ndarray, entry: Entry) -> np.ndarray:
-    """A tensor of the data as a new float32 array. Casts by numpy, which gives Python's lock back meanwhile."""
+    """A tensor of the data in float32; a view where it is. Casts by numpy, which gives Python's lock back meanwhile."""
     raw = data[slice(*entry.data_offsets)]
     if entry.dtype == "BF16":  # the upper half of a float32
         matrix = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         with np.errstate(over="ignore", invalid="ignore"):  # a float64 may overflow: who checks the values reports it
-            matrix = raw.view(f"<f{WIDTHS[entry.dtype]}").astype(np.float32)
+            matrix = raw.view(f"<f{WIDTHS[entry.dtype]}").astype(np.float32, copy=False)
     return matrix.reshape(entry.shape)
 
 

@@ -27,6 +27,7 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
+TOGETHER = 256  # adapters that a start writes down at once: each transaction waits for the disk
 BOUND = 0.25  # share of the host tier for adapters whose files have changed or are gone, and so cannot be read again
 
 
@@ -135,6 +136,12 @@ class Adapters:
             AlreadyExists: the name is taken and `replace` is False.
             ResourceExhausted: it can never fit the pool, or not beside the pinned adapters.
         """
+        record = self._registered(new, replace)
+        self._write(record)
+        return self._info(record)
+
+    def _registered(self, new: NewAdapter, replace: bool = False) -> Record:
+        """As `register`, and not yet in the catalogue."""
         if not replace:
             self._registry.check_free(new.name)
         self._check_fits(new.name, len(new.projections))
@@ -147,8 +154,7 @@ class Adapters:
             self._registry.remove(new.name)
             self._end(old)
         self._registry.add(record)
-        self._write(record)
-        return self._info(record)
+        return record
 
     def _restore(self, row: Row) -> None:
         """Registers an adapter that the catalogue knows, under its uid."""
@@ -194,11 +200,16 @@ class Adapters:
         """Registers the adapters that a server starts with; all of them stay on the disk."""
         if self._catalogue is not None:  # what comes first must not get the uid of a row behind it
             self._registry.uids_from(self._catalogue.last_uid)
+        new: list[Record] = []
         for item in found:
             if isinstance(item, Row):
                 self._restore(item)
             else:
-                self.register(item)
+                new.append(self._registered(item))
+            if len(new) == TOGETHER:
+                self._write(*new)
+                new.clear()
+        self._write(*new)
 
     def read_in(self, new: NewAdapter, pinned: bool) -> None:
         """Puts an adapter that is registered into memory, in one go, before anything else is read."""
@@ -451,9 +462,11 @@ class Adapters:
         if self._catalogue is not None:
             self._catalogue.put([self._row(record) for record in self._registry.all() if record.path])
 
-    def _write(self, record: Record) -> None:
-        if self._catalogue is not None and record.path and self._registry.live(record.node.uid) is record:
-            self._catalogue.put([self._row(record)])
+    def _write(self, *records: Record) -> None:
+        """In one transaction."""
+        live = [record for record in records if record.path and self._registry.live(record.node.uid) is record]
+        if self._catalogue is not None and live:
+            self._catalogue.put([self._row(record) for record in live])
 
     def _row(self, record: Record) -> Row:
         assert self._catalogue is not None

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jlora.adapters.packing import unpack
 from jlora.cache.pool import as_shortage
+from jlora.engine.lost import LostEntries, Where
 from jlora.engine.ports import Loss, Read
 from jlora.layout import PoolLayout
 from jlora.model import merge
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 PROMPT = 32  # tokens of the prompt that a loss is measured on
 ROUNDS = 3  # of timing pieces; the fastest counts
 
-_Where = tuple[int, str]  # layer, projection
 _Factors = tuple[np.ndarray, np.ndarray]  # of one place: A [R, in], B [R, out]
 
 
@@ -61,18 +61,6 @@ class Base:
 
 
 @dataclass(slots=True)
-class Lost:
-    """Entries of one projection that its merge has lost: per shard their places and their bits."""
-
-    at: list[np.ndarray]
-    bits: list[np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.at, *self.bits))
-
-
-@dataclass(slots=True)
 class _Cost:
     """Seconds of a group's piece, without ranks, and for each `merge.RANKS` of them."""
 
@@ -89,7 +77,6 @@ class Merger:
         self.reloads = 0
         self.piece_s = self.back_s = 0.0
         self._costs = [_Cost() for _ in GROUPS]
-        self.moved = 0  # bytes of lost entries that have come to the host
         self._base = base
         self._holder = holder
         self._clock = clock
@@ -97,13 +84,12 @@ class Merger:
         self._probes = merge.build_probe(base.spec, base.mesh, base.stacked)
         self._blocks: Mapping[str, list[int]] = {}  # by projection: which of the adapter's blocks are its
         self._read: Read | None = None
-        self._factors: dict[_Where, _Factors] = {}  # of what is merged
+        self._factors: dict[Where, _Factors] = {}  # of what is merged
         self._probe: Iterator[None] | None = None
         self._loss: Loss | None = None
-        self._lost: dict[_Where, Lost] = {}
-        self._coming: list[tuple[_Where, Sequence[jax.Array]]] = []  # lost entries on their way to the host
-        self._checks: list[tuple[_Where, jax.Array]] = []  # digests of what was taken out
-        self._digests: dict[_Where, int] = {}
+        self._lost = LostEntries(self._programs, base.mesh)
+        self._checks: list[tuple[Where, jax.Array]] = []  # digests of what was taken out
+        self._digests: dict[Where, int] = {}
 
     @property
     def pieces(self) -> int:
@@ -113,7 +99,12 @@ class Merger:
     def host_bytes(self) -> int:
         """What the merged adapter takes of the host."""
         factors = sum(a.nbytes + b.nbytes for a, b in self._factors.values())
-        return factors + sum(lost.nbytes for lost in self._lost.values())
+        return factors + self._lost.host_bytes
+
+    @property
+    def moved(self) -> int:
+        """Bytes of lost entries that have come to the host, ever."""
+        return self._lost.moved
 
     def prepare(self) -> None:
         """Takes the digests, compiles every program, and measures how long a piece takes by the adapter's rank."""
@@ -123,6 +114,8 @@ class Merger:
         self._begin_zero(1)
         while self.measure() is None:  # compiles, as the first pieces do
             pass
+        for name in PROJECTIONS:
+            self._change(0, name, lambda _, name, w: self._lost.rehearse(name, w))
         self._timed(1)
         few = [self._timed(1) for _ in range(ROUNDS)]
         many = [self._timed(most) for _ in range(ROUNDS)] if most > 1 else few
@@ -195,7 +188,7 @@ class Merger:
         """Merges the next piece."""
         layer, names = self._piece(self.done)
         with self._anew_if_short():
-            self._collect()
+            self._lost.collect()
             for name in names:
                 self._factors[layer, name] = self._unpacked(layer, name)
                 self._change(layer, name, self._merged)
@@ -206,9 +199,9 @@ class Merger:
         self.done -= 1
         layer, names = self._piece(self.done)
         with self._anew_if_short():
-            self._collect()
             for name in names:
                 self._change(layer, name, self._unmerged)
+                self._lost.drop((layer, name))
                 del self._factors[layer, name]
                 self._checks.append(((layer, name), self._digest(layer, name)))
 
@@ -223,17 +216,18 @@ class Merger:
         return False
 
     def audit(self) -> None:
-        """Reads all weights, and raises AssertionError if any differ that should not, or agree that should not."""
+        """Takes every merged projection out and merges it again: nothing compiles, and little memory is needed.
+
+        Raises AssertionError if any projection then has other bits than the base's.
+        """
         merged = {(layer, name) for layer, names in map(self._piece, range(self.done)) for name in names}
-        same = {where for where in self._places() if int(self._digest(*where)) == self._digests[where]}
-        unmerged = sorted(where for where in merged & same if self._changes(*where))
-        assert not unmerged, f"merged, and yet the base's own weights: {unmerged}"
-        wrong = {*self._places()} - merged - same
-        assert not wrong, f"neither merged nor the base's own weights: {sorted(wrong)}"
+        with self._anew_if_short():
+            wrong = [where for where in self._places() if not self._holds_base(*where, where in merged)]
+        assert not wrong, f"of {self.done} merged pieces, these projections have wrong weights: {wrong}"
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _places(self) -> Iterator[_Where]:
+    def _places(self) -> Iterator[Where]:
         return ((layer, name) for layer in range(self._base.spec.layers) for name in PROJECTIONS)
 
     def _piece(self, index: int) -> tuple[int, list[str]]:
@@ -248,12 +242,15 @@ class Merger:
     def _digest(self, layer: int, name: str) -> jax.Array:
         return self._programs[name].digest(self._weight(layer, name), np.int32(layer))
 
-    def _changes(self, layer: int, name: str) -> bool:
-        """Whether merging would change this weight: a delta may be zeros, or so small that rounding swallows it."""
-        w, delta = self._weight(layer, name), self._delta(name, self._factors[layer, name])
-        new, _ = self._programs[name].tried(w, np.int32(layer), delta)
-        old = w[layer] if self._base.stacked else w
-        return np.asarray(new).tobytes() != np.asarray(old).tobytes()
+    def _holds_base(self, layer: int, name: str, merged: bool) -> bool:
+        """Whether a projection is the base's, once what is merged is out of it."""
+        if merged:
+            self._change(layer, name, self._unmerged)
+        right = int(self._digest(layer, name)) == self._digests[layer, name]
+        if merged:
+            self._change(layer, name, self._merged)
+            self._lost.collect()  # or the full lists of all of them would stay on the device
+        return right
 
     def _change(self, layer: int, name: str, change: Callable[[int, str, jax.Array], jax.Array]) -> None:
         """Replaces a projection's weight, which `change` takes."""
@@ -268,21 +265,13 @@ class Merger:
 
     def _merged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
         new, *lost = self._programs[name].merge(w, np.int32(layer), self._delta(name, self._factors[layer, name]))
-        for array in lost:
-            array.copy_to_host_async()
-        self._coming.append(((layer, name), lost))
+        self._lost.add((layer, name), lost)
         return new
 
     def _unmerged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
-        programs, at = self._programs[name], np.int32(layer)
-        w = programs.unmerge(w, at, self._delta(name, self._factors[layer, name]))
-        lost = self._lost.pop((layer, name))
-        for first in range(0, max(1, *map(len, lost.at)), merge.PIECE):
-            piece = slice(first, first + merge.PIECE)
-            places = [_filled(shard[piece], np.iinfo(np.int32).max) for shard in lost.at]
-            values = [_filled(shard[piece], 0) for shard in lost.bits]
-            w = programs.patch(w, at, np.concatenate(places), np.concatenate(values))
-        return w
+        programs = self._programs[name]
+        w = programs.unmerge(w, np.int32(layer), self._delta(name, self._factors[layer, name]))
+        return self._lost.put_back(programs, w, layer, self._lost[layer, name])
 
     def _unpacked(self, layer: int, name: str) -> _Factors:
         """Reads the factors of one place from the host tier; R is padded to whole calls, 0 without the adapter."""
@@ -306,18 +295,6 @@ class Merger:
             delta = programs.accumulate(delta, a, b)
         return delta
 
-    def _collect(self) -> None:
-        """Keeps the lost entries of the merges before: only as many as there are."""
-        for where, (at, bits, counts) in self._coming:
-            shards = self._base.mesh.shape["tp"]
-            at, bits, counts = np.asarray(at), np.asarray(bits), np.asarray(counts)
-            most = len(at) // shards
-            # With more, taking it out fails its check, and the weights are loaded anew.
-            cut = [slice(s * most, s * most + min(int(count), most)) for s, count in enumerate(counts)]
-            self._lost[where] = Lost([at[c].copy() for c in cut], [bits[c].copy() for c in cut])
-            self.moved += self._lost[where].nbytes
-        self._coming = []
-
     @contextmanager
     def _anew_if_short(self) -> Iterator[None]:
         """Loads the weights anew if memory ends in the middle of a piece: it may have changed a part of them."""
@@ -339,7 +316,8 @@ class Merger:
             self._holder.swap_weights(self._base.pristine())
         except MemoryError as error:  # no weights are left: that is more than a merge
             raise RuntimeError("no memory is left to load the weights anew") from error
-        self._lost, self._factors, self._coming, self._checks, self.done = {}, {}, [], [], 0
+        self._factors, self._checks, self.done = {}, [], 0
+        self._lost.clear()
         wrong = [where for where in self._places() if int(self._digest(*where)) != self._digests[where]]
         if wrong:
             raise RuntimeError(f"the checkpoint's weights have changed since the start in {len(wrong)} projections")
@@ -386,9 +364,3 @@ class Merger:
 
     def _places_of(self, name: str) -> list[NamedSharding]:
         return [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
-
-
-def _filled(values: np.ndarray, fill: int) -> np.ndarray:
-    out = np.full(merge.PIECE, fill, values.dtype)
-    out[: len(values)] = values
-    return out

@@ -245,7 +245,7 @@ class Merger(Protocol):
         ...
 
     def audit(self) -> None:
-        """Raises AssertionError if anything but the first `done` pieces differs from the base's weights."""
+        """Raises AssertionError if the weights are not the base's, with the first `done` pieces merged once."""
         ...
 
 

@@ -169,7 +169,7 @@ class Switching(Turns):
         return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, self._merger.host_bytes)
 
     def check(self) -> None:
-        """Raises AssertionError if the weights are not what `merged` says. Reads all of them."""
+        """Raises AssertionError if the weights are not what `merged` says. Reads all of them; see `Merger.audit`."""
         merger = self._merger
         assert 0 <= merger.done <= merger.pieces, f"{merger.done} of {merger.pieces} pieces are merged"
         assert not merger.done or self._node is not None, "weights are merged with an adapter that nobody knows"

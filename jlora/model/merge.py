@@ -11,7 +11,7 @@ and a switch can stop between any two of them. Every array is one shard's under 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 
 RANKS = 32  # ranks that one call of `accumulate` adds; A and B are padded to whole calls
 MOST_LOST = 4  # at most one entry in so many may be lost; with more, an adapter is not merged
-PIECE = 4096  # lost entries that one call of `patch` puts back
+CHUNKS = (1 << 18, 1 << 15, 1 << 12)  # lost entries that one call of `take` or `patch` moves
 SHARDS = PartitionSpec("tp")
 _BITS = {"float32": jnp.uint32, "bfloat16": jnp.uint16}
 _FORMAT = {"float32": (8, 23), "bfloat16": (8, 7)}  # bits of exponent and mantissa
@@ -41,18 +41,23 @@ class MergePrograms(NamedTuple):
     accumulate(d, a [R, in], b [R, out]) -> d
     merge(w, layer, d) -> w, at, bits, count      entries that an unmerge would lose; `at` ascends
     unmerge(w, layer, d) -> w
-    patch(w, layer, at, bits) -> w
+    take[size](at, bits, first) -> at, bits       so many of them from `first` on
+    patch(w, layer, at, bits) -> w                one of `CHUNKS`; places outside of w are no entries
     digest(w, layer) -> uint32
     tried(w, layer, d) -> what `merge` would make of w [in, out]; lost entries, over those that may be
+
+    most: entries that the lists have room for, on each shard
     """
 
     zeros: Wrapped
     accumulate: Wrapped
     merge: Wrapped
     unmerge: Wrapped
+    take: Mapping[int, Wrapped]
     patch: Wrapped
     digest: Wrapped
     tried: Wrapped
+    most: int
 
 
 class ProbePrograms(NamedTuple):
@@ -68,6 +73,15 @@ class ProbePrograms(NamedTuple):
     begin: Wrapped
     layer: Wrapped
     errors: Wrapped
+
+
+def chunks(count: int) -> Iterator[tuple[int, int]]:
+    """First entry and size of the chunks that move so many: the last one may be padded."""
+    first = 0
+    for size in CHUNKS:
+        while first + size <= count or (size == CHUNKS[-1] and first < count):
+            yield first, size
+            first += size
 
 
 def weight_spec(name: str) -> PartitionSpec:
@@ -98,15 +112,18 @@ def _of_projection(spec: ModelSpec, mesh: Mesh, stacked: bool, name: str) -> Mer
     one, rep, tp = SHARDS, sharding.REPLICATED, mesh.shape["tp"]
     rows, columns = spec.projection_shapes[name]
     rows, columns = (rows // tp, columns) if name in ROW_PARALLEL else (rows, columns // tp)
-    place = _Place(stacked, spec.dtype, rows * columns // MOST_LOST)
+    room = -(-rows * columns // MOST_LOST // CHUNKS[-1]) * CHUNKS[-1]  # whole chunks
+    place = _Place(stacked, spec.dtype, room)
     return MergePrograms(
         on_mesh(lambda: jnp.zeros((rows, columns), jnp.float32), (), two),
         on_mesh(_accumulate, (two, *factor_specs(name)), two, donate=0),
         on_mesh(partial(_merge, place), (w, rep, two), (w, one, one, one), donate=0),
         on_mesh(partial(_unmerge, place), (w, rep, two), w, donate=0),
+        {size: on_mesh(partial(_take, size), (one, one, rep), (one, one)) for size in CHUNKS if size <= room},
         on_mesh(partial(_patch, place), (w, rep, one, one), w, donate=0),
         on_mesh(partial(_digest, place), (w, rep), rep),
         on_mesh(partial(_tried, place), (w, rep, two), (two, rep)),
+        room,
     )
 
 
@@ -133,7 +150,7 @@ def _on_mesh(mesh: Mesh, f: Callable, inputs: tuple, outputs: Any, donate: int |
 
 
 class _Place(NamedTuple):
-    """Where a weight lies, its dtype, and how many of its entries a merge may lose."""
+    """Where a weight lies, its dtype, and how many lost entries a merge has room for."""
 
     stacked: bool
     dtype: str
@@ -185,6 +202,11 @@ def _merge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array):
 def _unmerge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> jax.Array:
     old = place.take(w, layer).astype(jnp.float32)
     return place.put(w, layer, rounded(old - delta, place.dtype).astype(place.dtype))
+
+
+def _take(size: int, at: jax.Array, kept: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Only what was lost goes over the link: the lists have room for far more."""
+    return lax.dynamic_slice_in_dim(at, first, size), lax.dynamic_slice_in_dim(kept, first, size)
 
 
 def _patch(place: _Place, w: jax.Array, layer: jax.Array, at: jax.Array, kept: jax.Array) -> jax.Array:

@@ -339,9 +339,9 @@ def test_switches_are_timed_and_proved(tmp_path: Path):
 def test_merging_is_compared_by_skew(tmp_path: Path):
     lines = study(tmp_path, "skew", "--rounds", "1")
     assert {line["cell"] for line in lines} == {"rank 4, 0.5", "rank 4, 1"}
-    assert {line["side"] for line in lines} == {"off", "auto", "fixed"}
+    assert {line["side"] for line in lines} == {"off", "auto", "merged"}
     assert all(0 < line["mean_s"] and 0 < line["p90_s"] for line in lines)
-    assert all(line["switches"] == 0 for line in lines if line["side"] == "off")
+    assert all((line["switches"] > 0) == (line["side"] == "merged") for line in lines if line["side"] != "auto")
     assert all((line["others_queue_s"] > 0) == (line["cell"] == "rank 4, 0.5") for line in lines)
     assert render("skew", tmp_path / "out", draw=False)
 

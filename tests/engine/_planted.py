@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jlora.engine.merger import Merger
 
 
@@ -12,17 +10,16 @@ def left_behind(merger: Merger) -> None:
     merger._unmerged = lambda layer, name, w: w  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def applied_twice(merger: Merger) -> None:
+def merged_twice(merger: Merger) -> None:
+    """One projection is merged twice."""
+    real = merger._merged
+    merger._merged = lambda layer, name, w: real(layer, name, real(layer, name, w))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def taken_out_twice(merger: Merger) -> None:
     """One projection is taken out twice."""
     real = merger._unmerged
-
-    def twice(layer: int, name: str, w: Any) -> Any:
-        lost = merger._lost[layer, name]
-        w = real(layer, name, w)
-        merger._lost[layer, name] = lost
-        return real(layer, name, w)
-
-    merger._unmerged = twice  # pyright: ignore[reportAttributeAccessIssue]
+    merger._unmerged = lambda layer, name, w: real(layer, name, real(layer, name, w))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stale_copy(merger: Merger) -> None:
@@ -32,5 +29,5 @@ def stale_copy(merger: Merger) -> None:
 
 def lost_lost(merger: Merger) -> None:
     """What rounding has lost is not put back."""
-    for lost in merger._lost.values():
+    for lost in merger._lost._kept.values():
         lost.at, lost.bits = [a[:0] for a in lost.at], [b[:0] for b in lost.bits]

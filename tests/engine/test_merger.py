@@ -20,11 +20,13 @@ from safetensors.numpy import load_file
 
 from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
+from jlora.engine.compiles import COMPILES
 from jlora.engine.merger import PROMPT, Base, Merger
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, llama, merge, sharding
 from jlora.pallas.ops import GROUPS
 from tests import _make, port
+from tests.engine import _planted as planted
 
 
 class Holder:
@@ -96,6 +98,7 @@ def test_the_weights_are_bit_identical_after_a_thousand_switches(tmp_path: Path,
 def switch(world: World, times: int) -> None:
     """Merges so often a random adapter, wholly or in part, and takes it out."""
     merger, before, dice = world.merger, world.bits(), random.Random(times)
+    compiled = COMPILES.count
     for _ in range(times):
         world.begin(dice.choice(("some", "others")))
         most = 0
@@ -109,7 +112,7 @@ def switch(world: World, times: int) -> None:
         while merger.done:
             merger.back()
         assert merger.whole() and world.bits() == before
-    assert merger.moved > 0 and not merger.reloads
+    assert merger.moved > 0 and not merger.reloads and COMPILES.count == compiled
 
 
 def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projections_need(
@@ -164,8 +167,51 @@ def test_an_audit_finds_a_weight_that_was_not_merged(tmp_path: Path):
     layers, base = list(world.holder.params["layers"]), world.load()["layers"]
     layers[1] = {**layers[1], "v": base[1]["v"]}
     world.holder.params = {**world.holder.params, "layers": layers}
-    with pytest.raises(AssertionError, match=r"merged, and yet the base's own weights: \[\(1, 'v'\)\]"):
+    with pytest.raises(AssertionError, match=r"wrong weights: \[\(1, 'v'\)\]"):
         world.merger.audit()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_audit_finds_a_weight_that_was_merged_twice(tmp_path: Path, stacked: bool):
+    world = World(tmp_path, "bfloat16", 1, stacked)
+    merger, before = world.merger, world.bits()
+    for plant in (None, planted.merged_twice):
+        if plant is not None:
+            plant(merger)
+        world.begin("some")
+        while merger.done < merger.pieces:
+            merger.forward()
+        bits = world.bits()
+        if plant is None:
+            merger.audit()
+            assert world.bits() == bits
+        else:
+            with pytest.raises(AssertionError, match=r"wrong weights: \[\(0, 'q'\), \(0, 'v'\)"):
+                merger.audit()
+        while merger.done:
+            merger.back()
+        assert merger.whole() == (plant is None) and world.bits() == before
+
+
+def test_lost_entries_travel_in_chunks_and_no_more_of_them_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(merge, "CHUNKS", (16, 4))
+    assert list(merge.chunks(0)) == [] and list(merge.chunks(3)) == [(0, 4)]
+    assert list(merge.chunks(37)) == [(0, 16), (16, 16), (32, 4), (36, 4)]
+    world = World(tmp_path, "bfloat16", 2, stacked=True)
+    merger, before, moved = world.merger, world.bits(), world.merger.moved
+    world.begin("others")
+    while merger.done < merger.pieces:
+        merger.forward()
+    port.collect(merger)
+    lost = port.lost(merger)
+    most = max(len(shard) for found in lost.values() for shard in found.at)
+    padded = sum(-(-max(map(len, found.at)) // 4) * 4 * 2 * 6 for found in lost.values())  # of two shards, 6 bytes each
+    assert most > 16 and merger.moved - moved == padded
+    while merger.done:
+        merger.back()
+    assert merger.whole() and world.bits() == before
 
 
 @pytest.mark.slow

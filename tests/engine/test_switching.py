@@ -161,7 +161,7 @@ def test_cancel_unload_and_reload_of_the_merged_adapter(
         assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
 
 
-@pytest.mark.parametrize("plant", [planted.left_behind, planted.applied_twice, planted.stale_copy, planted.lost_lost])
+@pytest.mark.parametrize("plant", [planted.left_behind, planted.taken_out_twice, planted.stale_copy, planted.lost_lost])
 def test_planted_bugs_are_found_before_anybody_else_runs(
     plant: Any, service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):

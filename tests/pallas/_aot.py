@@ -40,7 +40,7 @@ COPIED = PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes  # of one block; a pool is 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiler said of a program: its HLO; bytes of temporaries and of arguments updated in place.
+    """What a compiler said of a program: its HLO; bytes of temporaries, of arguments updated in place, of results.
 
     Attributes:
         stages: seconds of tracing, lowering and compiling.
@@ -49,6 +49,7 @@ class Compiled:
     text: str
     temp: int
     alias: int
+    output: int
     stages: tuple[float, float, float]
 
     @property
@@ -109,7 +110,8 @@ def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
     memory = program.memory_analysis()
     traced_s, lowered_s, compiled_s = (later - before for before, later in pairwise(times))
     stages = (traced_s, lowered_s, compiled_s)
-    return Compiled(program.as_text(), memory.temp_size_in_bytes, memory.alias_size_in_bytes, stages)
+    sizes = memory.temp_size_in_bytes, memory.alias_size_in_bytes, memory.output_size_in_bytes
+    return Compiled(program.as_text(), *sizes, stages)
 
 
 def compiled_copy(name: str, mesh: Mesh) -> Compiled:
