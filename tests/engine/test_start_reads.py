@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +15,12 @@ import pytest
 
 from jlora import config, machine
 from jlora.adapters.catalogue import Catalogue, Row
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache.manager import CacheManager, Sizes
+from jlora.cache.policies import Jlora
+from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode
-from jlora.engine import sources
+from jlora.engine import loading, sources
 from jlora.engine.records import NewAdapter, of_files, row_of
 from jlora.engine.sources import Reader, read_adapter, scan_adapter
 from jlora.errors import DataLoss, ResourceExhausted
@@ -174,3 +179,29 @@ def test_the_time_of_a_read_has_no_wait_for_memory(library: list[NewAdapter]):
 def spoil(adapter: NewAdapter) -> None:
     file = next(Path(adapter.path).glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-8])
+
+
+def test_a_start_writes_new_adapters_down_together(
+    library: list[NewAdapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each transaction waits for the disk: ten thousand of them would keep a start's writer busy for many seconds."""
+    monkeypatch.setattr(loading, "TOGETHER", 4)
+    catalogue, written = Catalogue(str(tmp_path / "a.db"), OsThreads()), list[int]()
+    put = catalogue.put
+
+    def counted(rows: Sequence[Row]) -> Future[None]:
+        written.append(len(rows))
+        return put(rows)
+
+    monkeypatch.setattr(catalogue, "put", counted)
+    manager = CacheManager(Sizes(63, 64, 16), Jlora(Meter(1e-3)), lambda: 0.0)
+    parts: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(manager=manager), registry=AdapterRegistry(), swapper=None, clock=lambda: 0.0,
+        readers=2, catalogue=catalogue, wall=lambda: 1.0,
+    )  # fmt: skip
+    loading.Adapters(parts).begin_with(library)
+    catalogue.close()
+    assert written == [4, 2]
+    again = Catalogue(str(tmp_path / "a.db"), OsThreads())
+    assert [row.name for row in again.rows()] == NAMES
+    again.close()
