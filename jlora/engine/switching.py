@@ -161,12 +161,14 @@ class Switching(Turns):
         return merger.reloads == reloads
 
     def state(self) -> MergeState:
-        """What is merged now."""
+        """What is merged now, and what decides it."""
         uid, done, pieces = self.merged
-        reloads = self._merger.reloads
+        reloads, policy = self._merger.reloads, self.policy
+        decides = {"adapters_cost": policy.times.share, "alpha": policy.alpha, "beta": policy.beta}
         if not done:
-            return MergeState(switches=self.switches, reloads=reloads)
-        return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, self._merger.host_bytes)
+            return MergeState(switches=self.switches, reloads=reloads, **decides)
+        kept = self._merger.host_bytes
+        return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, kept, **decides)
 
     def check(self) -> None:
         """Raises AssertionError if the weights are not what `merged` says. Reads all of them."""
