@@ -269,6 +269,11 @@ class CacheState:
         blocks_lost: blocks evicted or dropped without a copy elsewhere; recomputed if needed.
         cold_waited, cold_streamed, cold_helped: requests that have ended or lost their place, and whose adapter
             was not on the device, by how they met its copy: see `Timing.cold_start`. "cpu" counts as helped.
+        cold_predicted: of these, under `engine.cold_start=auto`, those whose first token came and had been predicted:
+            the prompt was left to one step, and the adapter acted on all of it.
+        cold_predicted_s, cold_measured_s: sums over cold_predicted, of the seconds to the first token as predicted
+            for the way in which they started, and as they were, both from the grant of their blocks.
+        cold_error_s: the sum of the differences between the two, without their signs.
         adapters_dropped: adapters that left memory and are read from the disk again when a request needs them.
         adapter_reads: reads of registered adapters into memory, from the disk or from another replica. The first
             load of an adapter by `LoadAdapter` is none.
@@ -312,6 +317,10 @@ class CacheState:
     adapters_disk: int = 0
     adapters_loading: int = 0
     adapters_reading: int = 0
+    cold_predicted: int = 0
+    cold_predicted_s: float = 0.0
+    cold_measured_s: float = 0.0
+    cold_error_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

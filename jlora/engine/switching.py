@@ -164,11 +164,9 @@ class Switching(Turns):
         """What is merged now, and what decides it."""
         uid, done, pieces = self.merged
         reloads, policy = self._merger.reloads, self.policy
-        decides = {"adapters_cost": policy.times.share, "alpha": policy.alpha, "beta": policy.beta}
-        if not done:
-            return MergeState(switches=self.switches, reloads=reloads, **decides)
-        kept = self._merger.host_bytes
-        return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, kept, **decides)
+        name, kept = (self._merged_name, self._merger.host_bytes) if done else ("", 0)
+        share, cost = done / pieces if done else 0.0, policy.times.share
+        return MergeState(name, uid, share, self.switches, reloads, kept, cost, policy.alpha, policy.beta)
 
     def check(self) -> None:
         """Raises AssertionError if the weights are not what `merged` says. Reads all of them."""

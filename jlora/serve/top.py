@@ -166,6 +166,9 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
     cold = f"{c.cold_waited} waited, {c.cold_streamed} streamed, {c.cold_helped} helped by the host"
+    if c.cold_predicted:
+        took, wanted, error = (s / c.cold_predicted for s in (c.cold_measured_s, c.cold_predicted_s, c.cold_error_s))
+        cold += f"  first token {_seconds(took)}, predicted {_seconds(wanted)}, mean error {_seconds(error)}"
     mean = f" ({_seconds(c.adapter_read_s / c.adapter_reads)} each)" if c.adapter_reads else ""
     read = f"{c.adapters_reading} on their way  {c.adapter_reads} adapters read{mean}"
     gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"

@@ -209,6 +209,10 @@ def test_cold_starts_are_told_by_kind_and_the_disk_below_them():
     now.cache.adapter_read_s = 0.1
     lines = render(now, None)
     assert line(lines, "cold starts") == "cold starts  12 waited, 3 streamed, 5 helped by the host"
+    now.cache.cold_predicted, now.cache.cold_predicted_s, now.cache.cold_measured_s = 4, 0.1, 0.2
+    now.cache.cold_error_s = 0.12
+    compared = "  first token 50.0 ms, predicted 25.0 ms, mean error 30.0 ms"
+    assert line(render(now, None), "cold starts").endswith(f"helped by the host{compared}")
     expected = "disk         7 on their way  8 adapters read (12.5 ms each)  2 reads failed  4 adapters dropped"
     assert line(lines, "disk") == expected
     assert "0 adapters read  0 reads failed" in line(render(reading(), None), "disk")

@@ -81,6 +81,10 @@ class Snapshot:
             ("adapter_reads", "Reads of registered adapters into memory.", cache.adapter_reads),
             ("adapter_reads_failed", "Reads of registered adapters that failed.", cache.adapter_reads_failed),
             ("adapter_read_seconds", "Seconds of the reads that did not fail.", cache.adapter_read_s),
+            ("cold_predicted_starts", "Cold starts whose first token was predicted.", cache.cold_predicted),
+            ("cold_predicted_seconds", "Their time to the first token as predicted.", cache.cold_predicted_s),
+            ("cold_measured_seconds", "Their time to the first token as it was.", cache.cold_measured_s),
+            ("cold_error_seconds", "The differences between the two, without signs.", cache.cold_error_s),
             ("recomputed_tokens", "Tokens found on the host but recomputed.", cache.recomputed_tokens),
             ("streamed_requests", "Requests that started before their copies landed.", cache.streamed),
         ):

@@ -76,6 +76,10 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
         ("adapter_reads", cache.adapter_reads),
         ("adapter_reads_failed", cache.adapter_reads_failed),
         ("adapter_read_seconds", cache.adapter_read_s),
+        ("cold_predicted_starts", cache.cold_predicted),
+        ("cold_predicted_seconds", cache.cold_predicted_s),
+        ("cold_measured_seconds", cache.cold_measured_s),
+        ("cold_error_seconds", cache.cold_error_s),
         ("preemptions", stats.preemptions),
         ("steps", stats.steps),
     ):
