@@ -269,6 +269,11 @@ class CacheState:
         blocks_lost: blocks evicted or dropped without a copy elsewhere; recomputed if needed.
         cold_waited, cold_streamed, cold_helped: requests that have ended or lost their place, and whose adapter
             was not on the device, by how they met its copy: see `Timing.cold_start`. "cpu" counts as helped.
+        cold_predicted: of these, under `engine.cold_start=auto`, those whose first token came and had been predicted:
+            the prompt was left to one step, and the adapter acted on all of it.
+        cold_predicted_s, cold_measured_s: sums over cold_predicted, of the seconds to the first token as predicted
+            for the way in which they started, and as they were, both from the grant of their blocks.
+        cold_error_s: the sum of the differences between the two, without their signs.
         adapters_dropped: adapters that left memory and are read from the disk again when a request needs them.
         adapter_reads: reads of registered adapters into memory, from the disk or from another replica. The first
             load of an adapter by `LoadAdapter` is none.
@@ -276,6 +281,10 @@ class CacheState:
         adapter_read_s: seconds of adapter_reads, from the first file to the packed weights.
         streamed: requests whose first step started before their copies landed.
         recomputed_tokens: tokens found on the host but recomputed, because copying would take far longer.
+        adapters_registered: adapters in service. Each is in one of the four tiers that follow; see `AdapterInfo.tier`.
+        adapters_hbm, adapters_host, adapters_disk, adapters_loading: of these, by where their weights are.
+        adapters_reading: the part of adapters_loading that comes from the disk: being read, or waiting for a reader
+            or for host memory. The others are on their way from the host to the device.
     """
 
     policy: str
@@ -302,11 +311,21 @@ class CacheState:
     adapter_reads: int
     adapter_reads_failed: int
     adapter_read_s: float
+    adapters_registered: int = 0
+    adapters_hbm: int = 0
+    adapters_host: int = 0
+    adapters_disk: int = 0
+    adapters_loading: int = 0
+    adapters_reading: int = 0
+    cold_predicted: int = 0
+    cold_predicted_s: float = 0.0
+    cold_measured_s: float = 0.0
+    cold_error_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MergeState:
-    """What is merged into the base's weights.
+    """What is merged into the base's weights, and what decides it.
 
     Attributes:
         adapter: its name; "" if nothing is merged.
@@ -315,6 +334,10 @@ class MergeState:
         switches: merges begun since start.
         reloads: times that the weights were loaded anew, because taking an adapter out had left others.
         host_bytes: what taking the adapter out needs of the host.
+        adapters_cost: the share of a step that adapters cost, as measured here: the most that merging can gain;
+            0 before it is measured.
+        alpha, beta: of `engine.merge=auto`, as tuned by now. An adapter may be merged when its requests exceed alpha
+            times the batch in order of arrival, and is taken out below beta times that batch; 0 for other settings.
     """
 
     adapter: str = ""
@@ -323,6 +346,9 @@ class MergeState:
     switches: int = 0
     reloads: int = 0
     host_bytes: int = 0
+    adapters_cost: float = 0.0
+    alpha: float = 0.0
+    beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,16 @@ class AdapterRegistry:
         """Blocks of the largest version, wherever it is."""
         return max((record.node.size for record in self._by_uid.values()), default=0)
 
+    @property
+    def count(self) -> int:
+        """How many names stand for a version."""
+        return len(self._by_name)
+
+    @property
+    def removed(self) -> list[AdapterNode]:
+        """The nodes of removed versions that are not purged."""
+        return [self._by_uid[uid].node for uid in self._dying]
+
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 

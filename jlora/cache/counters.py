@@ -23,6 +23,10 @@ class Counters:
     cold_waited: int = 0  # leases whose adapter was not on the device, by how they met its copy (`ColdStart`)
     cold_streamed: int = 0
     cold_helped: int = 0  # the host computed their adapter's part meanwhile
+    cold_predicted: int = 0  # of these leases, those with a predicted first token that came
+    cold_predicted_s: float = 0.0  # until then, as predicted
+    cold_measured_s: float = 0.0  # and as it was
+    cold_error_s: float = 0.0  # the differences, without their signs
     adapters_dropped: int = 0  # from memory, to be read from the disk again
     adapter_reads: int = 0  # into memory, also those that nobody waited for at the end
     adapter_reads_failed: int = 0

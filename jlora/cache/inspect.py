@@ -14,6 +14,7 @@ The invariants (docs/architecture.md):
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.residency import Residency
@@ -26,8 +27,33 @@ def cells(manager: CacheManager) -> Residency:
     return manager._cells
 
 
-def state(manager: CacheManager, block_bytes: int) -> CacheState:
-    """A snapshot: blocks by class and counters. O(1), except under ablations without dependencies."""
+def where(manager: CacheManager, registered: int, reading: int, removed: Sequence[AdapterNode]) -> dict[str, int]:
+    """Adapters in service by where their weights are, as the fields of `CacheState`. O(copies under way + removed).
+
+    Args:
+        registered: how many are in service.
+        reading: nodes that wait for the disk.
+        removed: nodes of the tree that are out of service: requests still use them.
+    """
+    coming = sum(copy.kind == ADAPTER for copy in cells(manager).traffic.arriving) - sum(a.coming for a in removed)
+    reading -= sum(a.reading for a in removed)
+    hbm = cells(manager).adapters - sum(bool(a.device) for a in removed) - coming
+    memory = len(manager.adapters) - 1 - len(removed)  # without the base
+    return {
+        "adapters_registered": registered,
+        "adapters_hbm": hbm,
+        "adapters_host": memory - hbm - coming - reading,
+        "adapters_disk": registered - memory,
+        "adapters_loading": coming + reading,
+        "adapters_reading": reading,
+    }
+
+
+def state(manager: CacheManager, block_bytes: int, adapters: Mapping[str, int] | None = None) -> CacheState:
+    """A snapshot: blocks by class and counters. O(1), except under ablations without dependencies.
+
+    `adapters`: what `where` has counted; without it, these fields are 0.
+    """
     c = manager.counters
     return CacheState(
         policy=manager.policy.name,
@@ -48,12 +74,17 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         cold_waited=c.cold_waited,
         cold_streamed=c.cold_streamed,
         cold_helped=c.cold_helped,
+        cold_predicted=c.cold_predicted,
+        cold_predicted_s=c.cold_predicted_s,
+        cold_measured_s=c.cold_measured_s,
+        cold_error_s=c.cold_error_s,
         adapters_dropped=c.adapters_dropped,
         adapter_reads=c.adapter_reads,
         adapter_reads_failed=c.adapter_reads_failed,
         adapter_read_s=c.adapter_read_s,
         streamed=c.streamed,
         recomputed_tokens=c.recomputed_tokens,
+        **(adapters or {}),
     )
 
 
@@ -147,6 +178,8 @@ def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -
         held[KV] += len(private) if tier is device else 0
         held[ADAPTER] += len(manager.reserved) if tier is host else 0
         assert tier.used == held, f"{place} blocks are miscounted: {tier.used}, not {held}"
+    there = sum(bool(n.device) for n in nodes if n.kind == ADAPTER)
+    assert cells(manager).adapters == there, f"adapters are miscounted: {cells(manager).adapters}, not {there}"
     for kind in (ADAPTER, KV):
         assert device.used[kind] <= cells(manager).limit(kind), "a share is exceeded"
         idle = [n for n in nodes if n.kind == kind and not (n.users or n.moving or n.pinned)]

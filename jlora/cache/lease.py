@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jlora.cache.tree import AdapterNode, Node, Origin
@@ -28,6 +28,10 @@ class Lease:
     adapter_s: float = 0.0  # how long it waited for its adapter, counted from `since`
     kv_s: float = 0.0  # how long it waited for its prefix, counted from the grant
     cold_start: ColdStart = ""  # how it met the copy of its adapter
+    left: int = 0  # tokens that it computes before the next sample, as of the grant
+    predicted: Mapping[str, float] = field(default_factory=dict)  # seconds to its first token, by `cold_start`
+    predicted_at: float = 0.0  # when that was predicted
+    first_token: float = 0.0  # when its sequence's first token came; 0: not under this lease
 
     @property
     def adapter(self) -> AdapterNode:

@@ -93,6 +93,7 @@ class Leases:
         cells.bring_path(origin, lease.path, demand=True)
         lease.blocks = (*[node.device[0] for node in lease.path], *cells.device.take(KV, own))
         lease.cached = len(lease.path) * self._block_tokens
+        lease.left = len(tokens) - lease.cached
         lease.coming = [node for node in (adapter, *lease.path) if node.coming]
         lease.copied = sum(node.kind == KV for node in lease.coming) * self._block_tokens
         for node in lease.coming:
@@ -179,6 +180,8 @@ class Leases:
         cells.counters.cold_waited += lease.cold_start == "wait"
         cells.counters.cold_streamed += lease.cold_start == "stream"
         cells.counters.cold_helped += lease.cold_start == "cpu"
+        if lease.first_token and lease.cold_start in lease.predicted:
+            self._compare(lease)
         if cells.policy.saves_ahead and not lease.adapter.dying:
             self._write_through(lease)
         self._unlock(lease)
@@ -192,6 +195,15 @@ class Leases:
         for owner, nodes in self._tree.by_owner(lease.origin, lease.path):
             fresh = [node for node in nodes if not node.host and node.device and not node.moving]
             self._cells.save(owner, fresh[: self._cells.host.free])
+
+    def _compare(self, lease: Lease) -> None:
+        """Counts how long a first token took beside what had been predicted of the way in which its lease started."""
+        c, predicted_s, took_s = self._cells.counters, lease.predicted[lease.cold_start], lease.first_token
+        took_s -= lease.predicted_at
+        c.cold_predicted += 1
+        c.cold_predicted_s += predicted_s
+        c.cold_measured_s += took_s
+        c.cold_error_s += abs(took_s - predicted_s)
 
     def _unlock(self, lease: Lease, used: bool = True) -> None:
         for node in (*reversed(lease.path), lease.adapter):

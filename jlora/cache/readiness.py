@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 from jlora.cache.forecast import Forecast
@@ -22,6 +22,8 @@ class Readiness(Enum):
 
 # (adapter, seconds until a step could use its copy, tokens of the step) -> whether the host is to help meanwhile
 Helps = Callable[[AdapterNode, float, int], bool]
+# The same -> seconds to the first token, by `ColdStart`
+Predicts = Callable[[AdapterNode, float, int], Mapping[str, float]]
 
 
 class Gate:
@@ -29,12 +31,18 @@ class Gate:
 
     Attributes:
         helps: decides where the host helps; None: it never does.
+        predicts: what that decision is made of, if it is one; to be compared with what comes.
     """
 
     def __init__(self, forecast: Forecast, clock: Callable[[], float]):
         self.helps: Helps | None = None
+        self.predicts: Predicts | None = None
         self._forecast = forecast
         self._clock = clock
+
+    def decide_by(self, helps: Helps, predicts: Predicts | None) -> None:
+        """Lets the host help from now on."""
+        self.helps, self.predicts = helps, predicts
 
     def readiness(self, lease: Lease, tokens: int, unadapted: int) -> Readiness:
         """What the lease's next step may do.
@@ -48,6 +56,9 @@ class Gate:
         """
         if unadapted and lease.coming and tokens <= unadapted:
             return self._ahead(lease, tokens)
+        if self.predicts and lease.adapter.coming and not (lease.predicted or unadapted) and tokens >= lease.left:
+            left_s = self._forecast.usable_s(lease.adapter, tokens)
+            lease.predicted, lease.predicted_at = self.predicts(lease.adapter, left_s, tokens), self._clock()
         outlasts = self._forecast.outlasts(lease.adapter, unadapted)
         if not outlasts and self._helped(lease, tokens):
             return Readiness.HOST

@@ -60,6 +60,7 @@ class Residency:
         self.epoch = 0  # grows whenever something that was refused may now be granted
         self.streams = streams  # a long copy that a request waits for comes in groups of layers
         self._blocks = [0] * 6, [0] * 6  # nodes' device blocks, by kind and standing
+        self.adapters = 0  # adapters with device blocks, those too whose copies are under way
 
     @property
     def bare(self) -> int:
@@ -407,6 +408,8 @@ class Residency:
         blocks = self._blocks[node.kind]
         blocks[before] -= node.size
         blocks[after] += node.size
+        if node.kind == ADAPTER:
+            self.adapters += (after != ABSENT) - (before != ABSENT)
         kept, keeps = before > LEAVING, after > LEAVING
         if kept != keeps:
             for needed in node.needs:

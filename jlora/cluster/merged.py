@@ -24,7 +24,10 @@ COUNTERS = (
     "read_s", "commit_s",
 )  # fmt: skip
 MERGE_COUNTERS = ("switches", "reloads")  # of `MergeState`
-CACHE_NOW = ("in_flight", "invalid_kv")  # of `CacheState`
+CACHE_NOW = (  # of `CacheState`
+    "in_flight", "invalid_kv", "adapters_registered", "adapters_hbm", "adapters_host", "adapters_disk",
+    "adapters_loading", "adapters_reading",
+)  # fmt: skip
 CACHE_COUNTERS = tuple(
     field.name for field in dataclasses.fields(CacheState) if field.name not in ("policy", "hbm", "host", *CACHE_NOW)
 )
@@ -197,13 +200,17 @@ def owners(told: Sequence[Owned], replicas: int) -> Owners:
 
 
 def _merge(merges: Sequence[pb.MergeState], counted: Counted) -> MergeState:
-    """The adapter of the first replica that has merged one, by the name that clients know."""
-    shown = next((merge for merge in merges if merge.adapter), None)
-    what = MergeState() if shown is None else MergeState(shown.adapter.rpartition("@")[0], shown.uid, shown.share)
-    return dataclasses.replace(
-        what,
+    """Of the first replica that has merged an adapter, or of the first one; by the name that clients know."""
+    shown = next((merge for merge in merges if merge.adapter), merges[0] if merges else pb.MergeState(uid=-1))
+    return MergeState(
+        adapter=shown.adapter.rpartition("@")[0],
+        uid=shown.uid if shown.adapter else -1,
+        share=shown.share,
         **{name: counted.total(name) for name in MERGE_COUNTERS},
         host_bytes=sum(merge.host_bytes for merge in merges),
+        adapters_cost=shown.adapters_cost,
+        alpha=shown.alpha,
+        beta=shown.beta,
     )
 
 

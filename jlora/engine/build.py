@@ -31,7 +31,7 @@ from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Buckets
 from jlora.engine.built import Between, Built, Finish, Phases
-from jlora.engine.cold_start import Costs
+from jlora.engine.cold_start import Chooser, Costs
 from jlora.engine.device import Prepared
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
@@ -296,12 +296,13 @@ def _open_groups(
     if runner.pool.groups > 1 and way != "wait":
         between(manager.stream)
     if way in ("auto", "cpu"):
-        helps = _helps(steps, runner, parts, between) if way == "auto" else lambda adapter, left_s, tokens: True
+        chooser = _chooser(steps, runner, parts, between) if way == "auto" else None
+        helps = chooser or (lambda adapter, left_s, tokens: True)
         decide = helps if switching is None else _apart(helps, switching)
-        between(lambda: setattr(manager.leases.gate, "helps", decide))
+        between(lambda: manager.leases.gate.decide_by(decide, chooser and chooser.predict))
 
 
-def _helps(steps: FittedSteps | None, runner: Runner, parts: Parts, between: Between) -> Helps:
+def _chooser(steps: FittedSteps | None, runner: Runner, parts: Parts, between: Between) -> Chooser:
     """Decides by measured costs where the host computes the part of adapters that are on their way."""
 
     def rehearse(tokens: int, blocks: int | None) -> float:
@@ -312,7 +313,7 @@ def _helps(steps: FittedSteps | None, runner: Runner, parts: Parts, between: Bet
 
     costs = Costs.fitted(steps) if steps else cold_start.measure(rehearse, runner.largest)
     log.info("cold starts: %s", "fitted step model" if steps else costs)
-    return cold_start.Chooser(costs, parts.scheduler.manager.policy.meter, runner.pool.groups, places)
+    return Chooser(costs, parts.scheduler.manager.policy.meter, runner.pool.groups, places)
 
 
 def _apart(helps: Helps, switching: Switching) -> Helps:

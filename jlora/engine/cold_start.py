@@ -139,8 +139,12 @@ class Chooser:
 
     def __call__(self, adapter: AdapterNode, left_s: float, tokens: int) -> bool:
         """See `jlora.cache.readiness.Helps`."""
-        found = predict(self.cold(adapter, left_s, tokens), self.costs)
+        found = self.predict(adapter, left_s, tokens)
         return found["cpu"] < min(found["wait"], found["stream"])
+
+    def predict(self, adapter: AdapterNode, left_s: float, tokens: int) -> dict[str, float]:
+        """Seconds to the first token by the way of starting."""
+        return predict(self.cold(adapter, left_s, tokens), self.costs)
 
     def cold(self, adapter: AdapterNode, left_s: float, tokens: int) -> Cold:
         """What is known of a request for the adapter."""

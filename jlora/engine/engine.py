@@ -6,6 +6,7 @@ runs. The host reads sampled tokens one step late, so the device never waits for
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 
@@ -270,8 +271,13 @@ class Engine:
     # -- the cache and the counters -----------------------------------------------------------
 
     def cache_state(self) -> CacheState:
-        """Blocks by class and counters."""
-        return inspect.state(self._manager, self._shape.block_bytes)
+        """Blocks by class, adapters by tier, and counters."""
+        return inspect.state(self._manager, self._shape.block_bytes, self._where())
+
+    def _where(self) -> dict[str, int]:
+        manager, registry = self._manager, self._registry
+        removed = [node for node in registry.removed if node.uid in manager.adapters]
+        return inspect.where(manager, registry.count, self.adapters.shelf.reading, removed)
 
     def owners(self) -> Owners:
         """The owner of each block of the device; takes milliseconds."""
@@ -289,6 +295,11 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if a tier, the tree or the scheduler is inconsistent."""
         inspect.check_integrity(self._manager)
+        counted, found = self._where(), self.adapters.records()
+        tiers = Counter(f"adapters_{record.tier.lower()}" for record in found)
+        reading = sum(record.node.reading for record in found)
+        tiers.update({"adapters_registered": len(found), "adapters_reading": reading})
+        assert counted == {name: tiers[name] for name in counted}, f"adapters are miscounted: {counted}, not {tiers}"
         self._scheduler.check_integrity()
         if self._switching is not None:
             self._switching.check()

@@ -179,6 +179,7 @@ class Fixed(Merging):
 
     def __init__(self, max_seqs: int, starve_s: float):
         super().__init__(max_seqs, starve_s, Times(0.0))
+        self.alpha = self.beta = 0.0  # it has no thresholds
         self.adapter: AdapterNode | None = None  # the version that the name stands for
 
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:

@@ -159,6 +159,14 @@ class Sequence:
         """Of these, tokens before the first that its activated LoRA acts on."""
         return max(0, (self.activation or 0) - self.computed)
 
+    def drew(self, now: float) -> None:
+        """A token of it has come."""
+        self.last_token = now
+        if not self.first_token:
+            self.first_token = now
+            if self.lease is not None:
+                self.lease.first_token = now
+
     def ends(self, token: int, eos_ids: Container[int]) -> FinishReason | None:
         """Why its last token ends it, if it does."""
         sampling = self.request.sampling

@@ -472,8 +472,7 @@ class Scheduler:
 
     def _token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
         charge_output(sequence)
-        sequence.last_token = now
-        sequence.first_token = sequence.first_token or now
+        sequence.drew(now)
         outputs = len(sequence.tokens) - sequence.prompt_len
         scored = tuple(sequence.prompt_logprobs) if sequence.prompt_logprobs and outputs == 1 else None
         name, handle = sequence.request.id, sequence.handle

@@ -76,6 +76,11 @@ class Shelf:
         self._under_way: set[Reading] = set()
         self._refused = -1  # the cache's epoch when the host tier had no room
 
+    @property
+    def reading(self) -> int:
+        """Adapters on their way, those too that wait for a reader or for host memory."""
+        return sum(node.reading and not node.gone for node in self._readings)
+
     def open(self, record: Record) -> Reading:
         """Expects the adapter in memory; requests may queue for `record.node` from now on."""
         self._refused = -1  # it may be smaller, or wanted more, than what was refused

@@ -161,12 +161,12 @@ class Switching(Turns):
         return merger.reloads == reloads
 
     def state(self) -> MergeState:
-        """What is merged now."""
+        """What is merged now, and what decides it."""
         uid, done, pieces = self.merged
-        reloads = self._merger.reloads
-        if not done:
-            return MergeState(switches=self.switches, reloads=reloads)
-        return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, self._merger.host_bytes)
+        reloads, policy = self._merger.reloads, self.policy
+        name, kept = (self._merged_name, self._merger.host_bytes) if done else ("", 0)
+        share, cost = done / pieces if done else 0.0, policy.times.share
+        return MergeState(name, uid, share, self.switches, reloads, kept, cost, policy.alpha, policy.beta)
 
     def check(self) -> None:
         """Raises AssertionError if the weights are not what `merged` says. Reads all of them; see `Merger.audit`."""

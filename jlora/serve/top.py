@@ -133,7 +133,8 @@ def picture(now: Reading, before: Reading | None, rows: int, name_columns: int |
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
     members = (members_table(info.replicas, name_columns), "") if info.replicas else ()
-    left = max(1, rows - 21 - bool(info.merge.switches) - (len(info.replicas) + 3 if members else 0))
+    merging = bool(info.merge.switches) + bool(info.merge.alpha)
+    left = max(1, rows - 21 - merging - (len(info.replicas) + 3 if members else 0))
     return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left, name_columns))
 
 
@@ -165,8 +166,11 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
     cold = f"{c.cold_waited} waited, {c.cold_streamed} streamed, {c.cold_helped} helped by the host"
+    if c.cold_predicted:
+        took, wanted, error = (s / c.cold_predicted for s in (c.cold_measured_s, c.cold_predicted_s, c.cold_error_s))
+        cold += f"  first token {_seconds(took)}, predicted {_seconds(wanted)}, mean error {_seconds(error)}"
     mean = f" ({_seconds(c.adapter_read_s / c.adapter_reads)} each)" if c.adapter_reads else ""
-    read = f"{c.adapter_reads} adapters read{mean}"
+    read = f"{c.adapters_reading} on their way  {c.adapter_reads} adapters read{mean}"
     gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"
     compiling = f"  {info.programs_left} programs left to compile" if info.programs_left else ""
     merged = ()
@@ -175,6 +179,10 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         said = f"{now_merged}  {info.merge.switches} switches  {info.merge.reloads} weight reloads"
         said += f"  {decimal(info.merge.host_bytes)} of host memory" if info.merge.adapter else ""
         merged = (("merged", said),)
+    if info.merge.alpha:
+        said = f"adapters cost {100 * info.merge.adapters_cost:.1f} % of a step"
+        said += f"  in above {info.merge.alpha:.2f}, out below {info.merge.beta:.2f} of the batch"
+        merged += (("merging", said),)
     grid = Table.grid("name", "value", padding=(0, 2))
     for row in (
         *merged,

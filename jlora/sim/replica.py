@@ -70,7 +70,8 @@ class Replica:
         self.manager = CacheManager(spec.sizes, policy, self.clock, cache.prefix_reuse, streams, cache.monitor_s)
         if spec.costs is not None:
             auto = Chooser(spec.costs, policy.meter, spec.link.groups, lambda uid: spec.places)
-            self.manager.leases.gate.helps = auto if start == "auto" else lambda adapter, left_s, tokens: start == "cpu"
+            helps = auto if start == "auto" else lambda adapter, left_s, tokens: start == "cpu"
+            self.manager.leases.gate.decide_by(helps, auto.predict if start == "auto" else None)
         registry = _Registry()
         switching = self._switching(merging, registry)
         self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=(), turns=switching)

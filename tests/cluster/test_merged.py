@@ -127,3 +127,24 @@ def test_the_first_merge_of_a_service_is_told_by_its_clients_name():
     told = [(pb.ServerInfo(merge=merge), pb.CacheState()), (pb.ServerInfo(), pb.CacheState())]
     found = state_of(told).stats.merge
     assert found == MergeState("upper", 7, 0.5, 1, 0, 300)
+
+
+def test_what_decides_merges_is_told_as_one_replica_has_it():
+    plain, merging = (
+        pb.MergeState(uid=-1, adapters_cost=0.1, alpha=1.0, beta=0.5),
+        pb.MergeState(adapter="upper@7", uid=7, adapters_cost=0.2, alpha=0.8, beta=0.4),
+    )
+    for merges, expected in (((plain, merging), merging), ((plain, plain), plain)):
+        found = state_of([(pb.ServerInfo(merge=merge), pb.CacheState()) for merge in merges]).stats.merge
+        assert (found.adapters_cost, found.alpha, found.beta, found.uid) == (
+            expected.adapters_cost, expected.alpha, expected.beta, expected.uid
+        )  # fmt: skip
+    assert state_of([]).stats.merge == MergeState()
+
+
+def test_adapters_by_tier_are_sums_of_what_replicas_have_now():
+    """Not what came to them since the router began, as of counters."""
+    counts = {"registered": 9, "hbm": 2, "host": 3, "disk": 1, "loading": 3, "reading": 1}
+    told = [(pb.ServerInfo(uptime_s=1e6), pb.CacheState(**{f"adapters_{name}": n for name, n in counts.items()}))] * 2
+    cache = state_of(told).cache
+    assert {name: getattr(cache, f"adapters_{name}") for name in counts} == {name: 2 * n for name, n in counts.items()}

@@ -286,7 +286,8 @@ def test_auto_helps_where_the_link_stands_still_and_never_on_a_fast_one(
 
 def test_auto_measures_its_costs_at_the_start(tiny_model: Path, tiny_adapters: dict[str, Path]):
     with poisoned(tiny_model, tiny_adapters, **{**HELP, "engine__cold_start": "auto"}) as running:
-        assert isinstance(running.manager.leases.gate.helps, Chooser)
+        gate = running.manager.leases.gate
+        assert isinstance(gate.helps, Chooser) and gate.predicts == gate.helps.predict
         assert len(tokens(serve(running, [COLD])["cold"])) == GREEDY.max_tokens
 
 
@@ -309,6 +310,10 @@ def test_with_a_fitted_file_auto_asks_its_costs_and_rehearses_nothing(
                     link.release()
                 events = serve(running, [replace(COLD, prompt=prompt)])["cold"]
                 assert len(tokens(events)) == GREEDY.max_tokens and (start_of(events) == "cpu") == helped
+        state = running.cache_state()
+        assert state.cold_predicted == 1, "the first fits into one step"
+        assert 0 < state.cold_predicted_s < 10 and 0 < state.cold_measured_s
+        assert state.cold_error_s == pytest.approx(abs(state.cold_measured_s - state.cold_predicted_s))
 
 
 def test_a_token_with_the_hosts_help_does_not_wait_for_the_next_step(service: Running, monkeypatch: pytest.MonkeyPatch):

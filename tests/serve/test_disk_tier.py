@@ -174,6 +174,39 @@ def test_reads_are_counted_with_those_that_failed_and_their_seconds(
     assert ask(served, name) == expected[name]
 
 
+def test_adapters_are_counted_by_tier_and_those_that_come_from_the_disk(served: Served, disk: Disk):
+    def counted() -> dict[str, int]:
+        state = served.control.GetCacheState(pb.GetCacheStateRequest())
+        names = ("registered", "hbm", "host", "disk", "loading", "reading")
+        return {name: getattr(state, f"adapters_{name}") for name in names}
+
+    def listed() -> dict[str, int]:
+        tiers = Counter(tier(served, f"a{i}").lower() for i in range(COUNT))
+        return {"registered": COUNT, **{name: tiers[name] for name in ("hbm", "host", "disk", "loading")}}
+
+    ask(served, "a0")
+    served.check_idle()
+    wait_until(lambda: counted() == {**listed(), "reading": 0})  # a copy to the device may be landing
+    assert counted()["hbm"] and counted()["disk"] >= COUNT - 2 * IN_MEMORY
+    names, before = on_disk(served)[:3], len(disk.opened)
+    disk.shut(*names)
+    calls = [served.inference.Generate.future(request(model=name), timeout=60) for name in names]
+    wait_until(lambda: counted()["reading"] == 3)  # two are read at once, and one waits for a reader
+    wait_until(
+        lambda: sum(name in names for name in disk.opened[before:]) == 2
+    )  # they have their host blocks: no other leaves
+    at = counted()
+    assert at == {**listed(), "reading": 3} and at["loading"] == 3
+    metrics = urllib.request.urlopen(f"{served.http}/metrics", timeout=20).read().decode()
+    assert f'jlora_adapters{{tier="disk"}} {at["disk"]:.1f}' in metrics and "jlora_adapters_reading 3.0" in metrics
+    served.check_integrity()
+    disk.shut(None)
+    for call in calls:
+        call.result()
+    served.check_idle()
+    wait_until(lambda: counted() == {**listed(), "reading": 0})
+
+
 def test_others_overtake_a_request_whose_adapter_is_being_read(
     served: Served, disk: Disk, expected: dict[str, list[int]]
 ):

@@ -9,7 +9,9 @@ import pytest
 from rich.filesize import decimal
 
 from jlora import cli
+from jlora.engine import build
 from jlora.serve.proto import jlora_pb2 as pb
+from tests import port
 from tests.serve._server import request, serve, wait_until
 from tests.serve.conftest import ADAPTERS
 
@@ -26,6 +28,7 @@ def test_every_place_says_what_is_merged(text_model: Path, capsys: pytest.Captur
         ):
             assert (state.adapter, state.uid, state.share, state.reloads) == ("upper", info.uid, 1.0, 0)
             assert state.switches == 1 and state.host_bytes > 0
+            assert (state.alpha, state.beta) == (0, 0), "nothing decides: the configuration names the adapter"
         kept = served.stats().merge.host_bytes
         told = httpx.get(f"{served.http}/metrics").text.splitlines()
         assert 'jlora_merged{adapter="upper"} 1.0' in told and f"jlora_merge_host_bytes {float(kept)}" in told
@@ -36,3 +39,24 @@ def test_every_place_says_what_is_merged(text_model: Path, capsys: pytest.Captur
         served.check_idle()
         served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="upper"))
         assert served.control.GetServerInfo(pb.GetServerInfoRequest()).merge.adapter == ""
+
+
+def test_what_decides_a_merge_is_told(
+    text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(build, "adapter_share", lambda *_: 0.25)
+    with serve(text_model, {"engine.merge": "auto"}) as served:
+        wait_until(lambda: served.stats().merge.adapters_cost == 0.25, timeout_s=60)  # every program is there
+        policy = port.switching(port.engine(served.replica)).policy
+        policy.alpha, policy.beta = 1.25, 0.75
+        for state in (
+            served.stats().merge,
+            served.control.GetServerInfo(pb.GetServerInfoRequest()).merge,
+            served.control.GetCacheState(pb.GetCacheStateRequest()).merge,
+        ):
+            assert (state.adapters_cost, state.alpha, state.beta) == (0.25, 1.25, 0.75)
+        told = httpx.get(f"{served.http}/metrics").text.splitlines()
+        assert "jlora_merge_adapters_cost 0.25" in told
+        assert {'jlora_merge_threshold{of="alpha"} 1.25', 'jlora_merge_threshold{of="beta"} 0.75'} <= {*told}
+        assert cli.main(["top", served.address, "--once"]) == 0
+        assert "adapters cost 25.0 % of a step  in above 1.25, out below 0.75 of the batch" in capsys.readouterr().out

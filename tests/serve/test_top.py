@@ -203,14 +203,27 @@ def test_hit_rates_tell_device_from_host():
 
 def test_cold_starts_are_told_by_kind_and_the_disk_below_them():
     now = reading(
-        cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4, adapter_reads=8, adapter_reads_failed=2
-    )
+        cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4, adapter_reads=8, adapter_reads_failed=2,
+        adapters_reading=7,
+    )  # fmt: skip
     now.cache.adapter_read_s = 0.1
     lines = render(now, None)
     assert line(lines, "cold starts") == "cold starts  12 waited, 3 streamed, 5 helped by the host"
-    expected = "disk         8 adapters read (12.5 ms each)  2 reads failed  4 adapters dropped"
+    now.cache.cold_predicted, now.cache.cold_predicted_s, now.cache.cold_measured_s = 4, 0.1, 0.2
+    now.cache.cold_error_s = 0.12
+    compared = "  first token 50.0 ms, predicted 25.0 ms, mean error 30.0 ms"
+    assert line(render(now, None), "cold starts").endswith(f"helped by the host{compared}")
+    expected = "disk         7 on their way  8 adapters read (12.5 ms each)  2 reads failed  4 adapters dropped"
     assert line(lines, "disk") == expected
     assert "0 adapters read  0 reads failed" in line(render(reading(), None), "disk")
+
+
+def test_what_decides_a_merge_is_told_before_anything_is_merged():
+    now = reading()
+    assert not any(text.startswith("merging") for text in render(now, None)), "nothing decides"
+    now.info.merge.adapters_cost, now.info.merge.alpha, now.info.merge.beta = 0.125, 0.9, 0.45
+    expected = "merging      adapters cost 12.5 % of a step  in above 0.90, out below 0.45 of the batch"
+    assert line(render(now, None), "merging") == expected
 
 
 def test_bars_are_as_wide_as_asked_and_show_every_class_with_a_block():
@@ -229,7 +242,7 @@ def test_the_picture_fits_the_screen_and_says_what_it_left_out():
     adapters = tuple(pb.AdapterInfo(name=f"a{i:03}", tier="HOST", last_used_s=-1) for i in range(300))
     adapters += (pb.AdapterInfo(name="hot", tier="HBM", last_used_s=2.0, waiting=5, pinned=True),)
     merging = reading(adapters=adapters)
-    merging.info.merge.switches = 1
+    merging.info.merge.switches, merging.info.merge.alpha = 1, 1.0
     assert len(render(merging, None, 80, 24)) <= 24
     lines = render(reading(adapters=adapters), None, 80, 24)
     assert len(lines) <= 24 and all(len(text) <= 80 for text in lines)

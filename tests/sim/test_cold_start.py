@@ -9,11 +9,24 @@ import pytest
 
 from benchmarks.studies.caraserve import A10, CASES, H200, LINKS, PROMPTS, SLOWEST_GBPS, Case, best, play
 from jlora.cache.transfer import Copy
+from jlora.cache.tree import AdapterNode
 from jlora.engine.cold_start import Cold, Costs, Line, predict
 from jlora.sim.clock import VirtualClock
 from jlora.sim.hardware import HOST
 from jlora.sim.link import Blocking, Link, LinkSpec
+from jlora.sim.replica import Replica
+from jlora.types import Request, TokenEvent
 from tests.sim._sim import SPEC, replica_of, request
+
+
+def answered(replica: Replica, asked: Request) -> list[TokenEvent]:
+    """All that the replica answers."""
+    replica.submit(asked, replica.clock.now)
+    events: list[TokenEvent] = []
+    while not (events and events[-1].finish_reason):
+        events += replica.step(replica.clock.now + 10)
+    return events
+
 
 COSTS = Costs(Line(0.0, 0.001), Line(0.001, 0.0), Line(0.0, 0.0001))
 
@@ -45,6 +58,59 @@ def test_the_first_token_comes_when_the_model_says(start: str, first: float):
     counted = replica.manager.counters
     found = {"wait": counted.cold_waited, "stream": counted.cold_streamed, "cpu": counted.cold_helped}
     assert found == {kind: int(kind == start) for kind in found}
+
+
+@pytest.mark.parametrize("way", ["wait", "stream", "cpu"])
+def test_a_predicted_first_token_is_compared_with_the_one_that_comes(way: str, monkeypatch: pytest.MonkeyPatch):
+    """The copy takes 100 ms, or 40 ms and a step follows it. A second request finds its adapter."""
+    link = LinkSpec(0.01 if way == "stream" else 0.025, 0.0, groups=4)
+    replica = replica_of(replace(SPEC, link=link, engine=replace(SPEC.engine, cold_start="auto"), costs=COSTS))
+    gate, asked = replica.manager.leases.gate, list[int]()
+
+    def predicts(adapter: AdapterNode, left_s: float, tokens: int) -> dict[str, float]:
+        asked.append(tokens)
+        return {"wait": 0.3, "stream": 0.2, "cpu": 0.004}
+
+    monkeypatch.setattr(gate, "predicts", predicts)
+    monkeypatch.setattr(gate, "helps", lambda *_: way == "cpu")
+    if way == "stream":
+        monkeypatch.setattr(replica.manager.forecast, "fits_in_step", lambda nodes, tokens: True)
+    (timing,) = [event.timing for event in answered(replica, request("r", 20, 30, adapter=1)) if event.timing]
+    assert timing.cold_start == way and asked == [20]
+    counted = replica.manager.counters
+    found = (counted.cold_predicted, counted.cold_predicted_s, counted.cold_measured_s, counted.cold_error_s)
+    predicted_s, took_s = predicts(replica.manager.base, 0.0, 0)[way], timing.ttft - timing.queue
+    assert found == pytest.approx((1, predicted_s, took_s, abs(predicted_s - took_s)))
+    answered(replica, request("warm", 20, 2, seed=2, adapter=1))
+    assert counted.cold_predicted == 1 and asked == [20, 0]
+
+
+@pytest.mark.parametrize(
+    ("start", "fields"),
+    [
+        ("cpu", {"length": 20}),  # decides nothing
+        ("auto", {"length": 100}),  # of two steps
+        ("auto", {"length": 20, "activation": 10}),  # of two parts
+    ],
+)
+def test_what_is_not_predicted_is_not_counted(start: str, fields: dict[str, int]):
+    link = LinkSpec(0.025, 0.0, groups=4)
+    replica = replica_of(replace(SPEC, link=link, engine=replace(SPEC.engine, cold_start=start), costs=COSTS))
+    answered(replica, request("r", output=2, adapter=1, **fields))
+    counted = replica.manager.counters
+    assert counted.cold_waited + counted.cold_streamed + counted.cold_helped == 1 and not counted.cold_predicted
+    answered(replica, request("again", 20, 2, seed=2, adapter=2))
+    assert counted.cold_predicted == (start == "auto"), "but this one is"
+
+
+def test_a_prediction_is_that_of_the_decision():
+    link = LinkSpec(0.025, 0.0, groups=4)
+    replica = replica_of(replace(SPEC, link=link, engine=replace(SPEC.engine, cold_start="auto"), costs=COSTS))
+    answered(replica, request("r", 20, 2, adapter=1))
+    counted = replica.manager.counters
+    assert counted.cold_predicted == counted.cold_helped == 1
+    assert counted.cold_predicted_s == pytest.approx(0.029), "20 ms on the device, and 1 + 4 blocks x 2 ms on the host"
+    assert counted.cold_measured_s == pytest.approx(0.039) and counted.cold_error_s == pytest.approx(0.01)
 
 
 def test_a_blocking_link_stops_the_clock_until_the_copy_has_landed():

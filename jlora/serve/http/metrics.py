@@ -58,11 +58,11 @@ class Snapshot:
             for kind in CLASSES:
                 blocks.add_metric((tier, kind), getattr(blocks_of, kind))
         yield blocks
-        where = Counter(info.tier for info in self.adapters or ())
         adapters = GaugeMetricFamily("jlora_adapters", "Adapters by where their weights are.", labels=("tier",))
-        for name in TIERS if self.adapters is not None else ():
-            adapters.add_metric((name.lower(),), where[name])
+        for name, count in self._where().items():
+            adapters.add_metric((name.lower(),), count)
         yield adapters
+        yield _gauge("jlora_adapters_reading", "Those of tier loading that come from the disk.", cache.adapters_reading)
         moved = CounterMetricFamily("jlora_moved_bytes", "Bytes copied between the tiers.", labels=("direction",))
         moved.add_metric(("in",), cache.bytes_swapped_in)
         moved.add_metric(("out",), cache.bytes_swapped_out)
@@ -81,10 +81,21 @@ class Snapshot:
             ("adapter_reads", "Reads of registered adapters into memory.", cache.adapter_reads),
             ("adapter_reads_failed", "Reads of registered adapters that failed.", cache.adapter_reads_failed),
             ("adapter_read_seconds", "Seconds of the reads that did not fail.", cache.adapter_read_s),
+            ("cold_predicted_starts", "Cold starts whose first token was predicted.", cache.cold_predicted),
+            ("cold_predicted_seconds", "Their time to the first token as predicted.", cache.cold_predicted_s),
+            ("cold_measured_seconds", "Their time to the first token as it was.", cache.cold_measured_s),
+            ("cold_error_seconds", "The differences between the two, without signs.", cache.cold_error_s),
             ("recomputed_tokens", "Tokens found on the host but recomputed.", cache.recomputed_tokens),
             ("streamed_requests", "Requests that started before their copies landed.", cache.streamed),
         ):
             yield _counter(f"jlora_{name}", said, value)
+
+    def _where(self) -> dict[str, int]:
+        """Adapters by tier. A router's replicas count theirs each: there it is where the list has them, once known."""
+        if self.state.router is None:
+            return {name: getattr(self.state.cache, f"adapters_{name.lower()}") for name in TIERS}
+        listed = Counter(info.tier for info in self.adapters or ())
+        return {name: listed[name] for name in TIERS if self.adapters is not None}
 
     def _engine(self) -> Iterator[Metric]:
         stats = self.state.stats
@@ -105,6 +116,12 @@ class Snapshot:
         yield merged
         kept = stats.merge.host_bytes
         yield _gauge("jlora_merge_host_bytes", "Host memory that taking the adapter out of the weights needs.", kept)
+        cost = stats.merge.adapters_cost
+        yield _gauge("jlora_merge_adapters_cost", "The share of a step that adapters cost, as measured.", cost)
+        limits = GaugeMetricFamily("jlora_merge_threshold", "It merges above alpha, until below beta.", labels=("of",))
+        for name in ("alpha", "beta"):
+            limits.add_metric((name,), getattr(stats.merge, name))
+        yield limits
         yield _counter("jlora_merge_switches", "Merges of an adapter into the weights.", stats.merge.switches)
         yield _counter("jlora_weight_reloads", "Loads of the weights because a merge was left.", stats.merge.reloads)
         yield _counter("jlora_steps", "Steps of the engine.", stats.steps)

@@ -482,20 +482,26 @@ class ReplicaStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., health: _Optional[str] = ..., sent: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., adapters: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class MergeState(_message.Message):
-    __slots__ = ("adapter", "uid", "share", "switches", "reloads", "host_bytes")
+    __slots__ = ("adapter", "uid", "share", "switches", "reloads", "host_bytes", "adapters_cost", "alpha", "beta")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     RELOADS_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_COST_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    BETA_FIELD_NUMBER: _ClassVar[int]
     adapter: str
     uid: int
     share: float
     switches: int
     reloads: int
     host_bytes: int
-    def __init__(self, adapter: _Optional[str] = ..., uid: _Optional[int] = ..., share: _Optional[float] = ..., switches: _Optional[int] = ..., reloads: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
+    adapters_cost: float
+    alpha: float
+    beta: float
+    def __init__(self, adapter: _Optional[str] = ..., uid: _Optional[int] = ..., share: _Optional[float] = ..., switches: _Optional[int] = ..., reloads: _Optional[int] = ..., host_bytes: _Optional[int] = ..., adapters_cost: _Optional[float] = ..., alpha: _Optional[float] = ..., beta: _Optional[float] = ...) -> None: ...
 
 class GetCacheStateRequest(_message.Message):
     __slots__ = ("with_kv",)
@@ -518,7 +524,7 @@ class TierState(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., adapters: _Optional[int] = ..., history_kv: _Optional[int] = ..., running_kv: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge", "adapters_dropped", "kv", "kv_whole", "cold_waited", "cold_streamed", "cold_helped", "adapter_reads", "adapter_reads_failed", "adapter_read_s")
+    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge", "adapters_dropped", "kv", "kv_whole", "cold_waited", "cold_streamed", "cold_helped", "adapter_reads", "adapter_reads_failed", "adapter_read_s", "adapters_registered", "adapters_hbm", "adapters_host", "adapters_disk", "adapters_loading", "adapters_reading", "cold_predicted", "cold_predicted_s", "cold_measured_s", "cold_error_s")
     class KvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +559,16 @@ class CacheState(_message.Message):
     ADAPTER_READS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_READS_FAILED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_READ_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_HBM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_HOST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_DISK_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_LOADING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_READING_FIELD_NUMBER: _ClassVar[int]
+    COLD_PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    COLD_PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    COLD_MEASURED_S_FIELD_NUMBER: _ClassVar[int]
+    COLD_ERROR_S_FIELD_NUMBER: _ClassVar[int]
     hbm: TierState
     host: TierState
     invalid_kv: int
@@ -580,7 +596,17 @@ class CacheState(_message.Message):
     adapter_reads: int
     adapter_reads_failed: int
     adapter_read_s: float
-    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., adapters_dropped: _Optional[int] = ..., kv: _Optional[_Mapping[int, int]] = ..., kv_whole: _Optional[bool] = ..., cold_waited: _Optional[int] = ..., cold_streamed: _Optional[int] = ..., cold_helped: _Optional[int] = ..., adapter_reads: _Optional[int] = ..., adapter_reads_failed: _Optional[int] = ..., adapter_read_s: _Optional[float] = ...) -> None: ...
+    adapters_registered: int
+    adapters_hbm: int
+    adapters_host: int
+    adapters_disk: int
+    adapters_loading: int
+    adapters_reading: int
+    cold_predicted: int
+    cold_predicted_s: float
+    cold_measured_s: float
+    cold_error_s: float
+    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., adapters_dropped: _Optional[int] = ..., kv: _Optional[_Mapping[int, int]] = ..., kv_whole: _Optional[bool] = ..., cold_waited: _Optional[int] = ..., cold_streamed: _Optional[int] = ..., cold_helped: _Optional[int] = ..., adapter_reads: _Optional[int] = ..., adapter_reads_failed: _Optional[int] = ..., adapter_read_s: _Optional[float] = ..., adapters_registered: _Optional[int] = ..., adapters_hbm: _Optional[int] = ..., adapters_host: _Optional[int] = ..., adapters_disk: _Optional[int] = ..., adapters_loading: _Optional[int] = ..., adapters_reading: _Optional[int] = ..., cold_predicted: _Optional[int] = ..., cold_predicted_s: _Optional[float] = ..., cold_measured_s: _Optional[float] = ..., cold_error_s: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

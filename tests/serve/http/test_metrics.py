@@ -64,7 +64,9 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
                  ("free", "adapters", "history_kv", "running_kv")}  # fmt: skip
         assert kinds == {kind: getattr(blocks, kind) for kind in kinds} and sum(kinds.values()) == blocks.total
     assert cache.adapter_reads > 0 and cache.adapter_read_s > 0
-    assert sum(value(samples, "jlora_adapters", tier=tier) for tier in ("hbm", "host", "loading")) == 3
+    tiers = {tier: value(samples, "jlora_adapters", tier=tier) for tier in ("hbm", "host", "disk", "loading")}
+    assert tiers == {tier: getattr(cache, f"adapters_{tier}") for tier in tiers} and sum(tiers.values()) == 3
+    assert cache.adapters_registered == 3 and value(samples, "jlora_adapters_reading") == 0
     assert value(samples, "jlora_invalid_kv_blocks") == 0 == value(samples, "jlora_compiles_total")
     for name, want in (
         ("kv_lookup_tokens", cache.kv_lookup_tokens),
@@ -74,6 +76,10 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
         ("adapter_reads", cache.adapter_reads),
         ("adapter_reads_failed", cache.adapter_reads_failed),
         ("adapter_read_seconds", cache.adapter_read_s),
+        ("cold_predicted_starts", cache.cold_predicted),
+        ("cold_predicted_seconds", cache.cold_predicted_s),
+        ("cold_measured_seconds", cache.cold_measured_s),
+        ("cold_error_seconds", cache.cold_error_s),
         ("preemptions", stats.preemptions),
         ("steps", stats.steps),
     ):
