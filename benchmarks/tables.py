@@ -357,6 +357,21 @@ def gaps(study: Study, cell: str) -> pd.DataFrame:
         made.append({"": side, "answers": _ends(answers[side]), **shown, "beyond the limit": over})
     return pd.DataFrame(made)
 
+def beside(study: Study) -> pd.DataFrame:
+    """Milliseconds per token of requests beside loads, by where the adapters come from, and over `hot` by round."""
+    rows, made = study.rows[study.rows["cell"] == "neighbours"], []
+    over = {"over hot": "tpot_s", "the slowest over hot's slowest": "slowest_tpot_s"}
+    for side, some in rows.groupby("side", sort=False):
+        row = {"the adapter comes from": "the device (hot)" if side == "hot" else side}
+        row["ms per token of the others"] = f"{1e3 * some['tpot_s'].median():.1f}"
+        for name, key in over.items():
+            if key in rows:  # older files lack the slowest
+                found = ratios(rows, str(side), "hot", key)
+                row[name] = f"{found.median():.3f} ({found.min():.3f}–{found.max():.3f})"
+        made.append({**row, "first token of the cold request, ms": f"{1e3 * some['ttft_s'].median():.0f}"})
+    return pd.DataFrame(made)
+
+
 
 def compiling(study: Study) -> pd.DataFrame:
     """The longest gaps of every round while programs compile, and after."""
