@@ -176,6 +176,28 @@ def step_noise(study: Study) -> str:
 
 
 def step_verdict(study: Study) -> str:
+def from_disk(study: Study, rank: int, gbps: float) -> pd.DataFrame:
+    """First tokens of `stream` and `cpu` over `wait`'s, by chip, prompt and where the adapter is."""
+    rows, made = study.rows[(study.rows["rank"] == rank) & (study.rows["gbps"] == gbps)], []
+    rows = rows.assign(mbps=rows["mbps"].fillna(math.inf)).sort_values("mbps", ascending=False, kind="stable")
+    for (chip, prompt), group in rows.groupby(["chip", "prompt"], sort=False):
+        row = {"chip": chip, "prompt": f"{prompt:.0f}"}
+        for place in group.to_dict("records"):
+            over = " / ".join(f"{place[way] / place['wait']:.2f}" for way in ("stream", "cpu"))
+            if place["mbps"] == math.inf:
+                row["host memory"] = over
+            else:
+                row[f"disk, {place['mbps']:g} MB/s (read, ms)"] = f"{over} ({1e3 * place['read_s']:.0f})"
+        made.append(row)
+    return pd.DataFrame(made)
+
+
+def most_saved(study: Study, mbps: float, gbps: float) -> str:
+    """The most of waiting's first token that the soonest way saves, from that disk over links of at least `gbps`."""
+    rows = study.rows[(study.rows["mbps"] == mbps) & (study.rows["gbps"] >= gbps)]
+    return f"{100 * (1 - rows[['wait', 'stream', 'cpu']].min(axis=1) / rows['wait']).max():.0f} %"
+
+
     """Ours against the targets: R² of the fit; errors on steps that it has not seen."""
     rows = study.rows[(study.rows["cell"] == "quality") & (study.rows["kind"] == "all")]
     ours = rows[rows["form"] == "ours"].set_index("set")
