@@ -93,11 +93,14 @@ def caraserve(study: Study, path: Path) -> None:
                 over = some[way] / some["wait"]
                 axes.plot(some["gbps"], over, style, color=colour, label=f"{way}, from {where}", linewidth=1)
         axes.axhline(1.0, color="lightgray", zorder=0)
-        axes.set(xscale="log", ylim=(0, 1.5))
+        links = some["gbps"].tolist()
+        axes.set(xscale="log", ylim=(0, 1.2), xticks=links, xticklabels=[f"{gbps:g}" for gbps in links])
+        axes.minorticks_off()
         axes.tick_params(labelsize=6)
         axes.set_title(f"{chip}, rank {rank:.0f}, {SHORT} tokens", fontsize=8)
         axes.set_ylabel("first token over wait's", fontsize=6)
-    figure.supxlabel("link, GB/s", fontsize=8)
+    for axes in panels:
+        axes.set_xlabel("link, GB/s", fontsize=6)
     _finish(figure, path)
 
 

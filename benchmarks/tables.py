@@ -163,7 +163,8 @@ def cold_borders(study: Study) -> pd.DataFrame:
     soonest = rows[["wait", "stream", "cpu"]].astype(float).idxmin(axis=1)
     wins = rows[soonest == "cpu"]
     most = wins.pivot_table(index=["chip", "rank"], columns="gbps", values="prompt", aggfunc="max")
-    most = most.reindex(columns=sorted(rows["gbps"].unique()))
+    every = pd.MultiIndex.from_frame(rows[["chip", "rank"]].drop_duplicates())
+    most = most.reindex(index=every, columns=sorted(rows["gbps"].unique()))
     told = most.map(lambda prompt: "never" if math.isnan(prompt) else f"{prompt:.0f}").reset_index()
     told.columns = [f"{name:g} GB/s" if isinstance(name, float) else str(name) for name in told.columns]
     return told.assign(rank=told["rank"].astype(int))
