@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from benchmarks.records import Study, median
 from benchmarks.services import KILLED
 
 LIMIT_MS = 500.0  # of mean TTFT, at the peak
+SHORT = 32  # tokens of a prompt
 
 
 def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list]:
@@ -66,20 +68,39 @@ def alora(study: Study, path: Path) -> None:
 
 
 def caraserve(study: Study, path: Path) -> None:
-    """The way of starting with the soonest first token, over link and prompt: a panel per chip and rank."""
+    """The way of starting with the soonest first token, over link and prompt: a panel per chip and rank.
+
+    Below, each way over waiting with a short prompt, from host memory and from disks.
+    """
     rows = study.rows[study.rows["kind"] == "map"]
     ways = ["wait", "stream", "cpu"]
     groups = list(rows.groupby(["chip", "rank"]))
-    figure, panels = _grid(len(groups), 5, (2.6, 2.4))
-    for axes, ((chip, rank), group) in zip(panels, groups, strict=True):
+    figure, panels = _grid(2 * len(groups), 5, (2.6, 2.4))
+    for axes, ((chip, rank), group) in zip(panels[: len(groups)], groups, strict=True):
         best = group.assign(best=group[ways].astype(float).to_numpy().argmin(axis=1))
         grid = best.pivot(index="prompt", columns="gbps", values="best")
         axes.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=2, cmap="viridis")
         axes.set_xticks(range(len(grid.columns)), [f"{gbps:g}" for gbps in grid.columns], fontsize=6)
         axes.set_yticks(range(len(grid.index)), [f"{prompt:.0f}" for prompt in grid.index], fontsize=6)
         axes.set_title(f"{chip}, rank {rank:.0f} (yellow: cpu)", fontsize=8)
-    figure.supxlabel("link, GB/s", fontsize=8)
-    figure.supylabel("prompt, tokens", fontsize=8)
+        axes.set_ylabel("prompt, tokens", fontsize=6)
+    short = study.rows[study.rows["prompt"] == SHORT].assign(mbps=lambda r: r["mbps"].fillna(math.inf))
+    for axes, (chip, rank) in zip(panels[len(groups) :], (key for key, _ in groups), strict=True):
+        places = short[(short["chip"] == chip) & (short["rank"] == rank)].groupby("mbps")
+        for (mbps, some), style in zip(places, (":", "--", "-"), strict=True):
+            where = "host memory" if mbps == math.inf else f"a disk of {mbps:g} MB/s"
+            for way, colour in (("stream", "C2"), ("cpu", "C1")):
+                over = some[way] / some["wait"]
+                axes.plot(some["gbps"], over, style, color=colour, label=f"{way}, from {where}", linewidth=1)
+        axes.axhline(1.0, color="lightgray", zorder=0)
+        links = some["gbps"].tolist()
+        axes.set(xscale="log", ylim=(0, 1.2), xticks=links, xticklabels=[f"{gbps:g}" for gbps in links])
+        axes.minorticks_off()
+        axes.tick_params(labelsize=6)
+        axes.set_title(f"{chip}, rank {rank:.0f}, {SHORT} tokens", fontsize=8)
+        axes.set_ylabel("first token over wait's", fontsize=6)
+    for axes in panels:
+        axes.set_xlabel("link, GB/s", fontsize=6)
     _finish(figure, path)
 
 

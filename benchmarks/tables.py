@@ -10,11 +10,18 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records import Study, averaged, control, median, ratios, told
+from benchmarks.studies.caraserve import CASES
 
 SKEW = ("off", "auto", "merged")  # sides of `skew`
 AUTO = ("auto", "auto, file")  # ways of starting cold that choose between the others
 GAP_S = 0.1  # by which a gap may be longer than the idle server's
 GAPS = {"loop_s": "loop, ms", "engine_s": "engine, ms", "tokens_s": "tokens, ms"}
+PAPER = {  # cases of `arrivals` -> the paper's
+    "Figure 10": ("Figure 10",),
+    "Figure 13, rank 32": ("Figure 13, rank 32",),
+    "Figure 13, a lower rate": ("Figure 13, 6 req/s",),
+    "Figure 14, skewed": ("Figure 14, 128 adapters", "Figure 14, 512 adapters"),
+}
 CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
 
 
@@ -164,10 +171,33 @@ def cold_borders(study: Study) -> pd.DataFrame:
     soonest = rows[["wait", "stream", "cpu"]].astype(float).idxmin(axis=1)
     wins = rows[soonest == "cpu"]
     most = wins.pivot_table(index=["chip", "rank"], columns="gbps", values="prompt", aggfunc="max")
-    most = most.reindex(columns=sorted(rows["gbps"].unique()))
+    every = pd.MultiIndex.from_frame(rows[["chip", "rank"]].drop_duplicates())
+    most = most.reindex(index=every, columns=sorted(rows["gbps"].unique()))
     told = most.map(lambda prompt: "never" if math.isnan(prompt) else f"{prompt:.0f}").reset_index()
     told.columns = [f"{name:g} GB/s" if isinstance(name, float) else str(name) for name in told.columns]
     return told.assign(rank=told["rank"].astype(int))
+
+
+def from_disk(study: Study, rank: int, gbps: float) -> pd.DataFrame:
+    """First tokens of `stream` and `cpu` over `wait`'s, by chip, prompt and where the adapter is."""
+    rows, made = study.rows[(study.rows["rank"] == rank) & (study.rows["gbps"] == gbps)], []
+    rows = rows.assign(mbps=rows["mbps"].fillna(math.inf)).sort_values("mbps", ascending=False, kind="stable")
+    for (chip, prompt), group in rows.groupby(["chip", "prompt"], sort=False):
+        row = {"chip": chip, "prompt": f"{prompt:.0f}"}
+        for place in group.to_dict("records"):
+            over = " / ".join(f"{place[way] / place['wait']:.2f}" for way in ("stream", "cpu"))
+            if place["mbps"] == math.inf:
+                row["host memory"] = over
+            else:
+                row[f"disk, {place['mbps']:g} MB/s (read, ms)"] = f"{over} ({1e3 * place['read_s']:.0f})"
+        made.append(row)
+    return pd.DataFrame(made)
+
+
+def most_saved(study: Study, mbps: float, gbps: float) -> str:
+    """The most of waiting's first token that the soonest way saves, from that disk over links of at least `gbps`."""
+    rows = study.rows[(study.rows["mbps"] == mbps) & (study.rows["gbps"] >= gbps)]
+    return f"{100 * (1 - rows[['wait', 'stream', 'cpu']].min(axis=1) / rows['wait']).max():.0f} %"
 
 
 def step_noise(study: Study) -> str:
@@ -319,12 +349,19 @@ def cold_regret(study: Study, way: str) -> str:
 
 
 def arrivals(study: Study, key: str) -> pd.DataFrame:
-    """Each side over `cached` in the same round, the medians of the rounds; milliseconds of `cached`."""
-    made = []
+    """Each side over `cached` in the same round, the medians of the rounds; milliseconds of `cached`.
+
+    Beside first tokens: the paper's mean ones on demand and with the CPU's help, over all adapters cached.
+    """
+    made, paper = [], {case.name: case.paper for case in CASES}
     for cell, rows in study.rows.groupby("cell", sort=False):
         row = {"case": cell, "cached, ms": f"{1e3 * rows.loc[rows['side'] == 'cached', key].median():.0f}"}
         others = [side for side in rows["side"].unique() if side != "cached"]
         row |= {side: told(ratios(rows, side, "cached", key)) for side in others}
+        if key == "ttft_s":
+            increases = zip(*(paper[name] for name in PAPER.get(str(cell), ())), strict=True)
+            told_there = [", ".join(f"{1 + increase:.2f}" for increase in way) for way in increases] or ["", ""]
+            row |= zip(("paper: on demand", "paper: CPU"), told_there, strict=True)
         made.append({**row, "control": controls(rows, ["cached"], key)})
     return pd.DataFrame(made)
 
@@ -333,6 +370,21 @@ def arrivals_worst(study: Study, side: str, key: str) -> str:
     """The most of the cases' medians that a side takes over `cached`."""
     rows = study.rows.groupby("cell", sort=False)
     return f"{max(ratios(some, side, 'cached', key).median() for _, some in rows):.2f}"
+
+
+def beside(study: Study) -> pd.DataFrame:
+    """Milliseconds per token of requests beside loads, by where the adapters come from, and over `hot` by round."""
+    rows, made = study.rows[study.rows["cell"] == "neighbours"], []
+    over = {"over hot": "tpot_s", "the slowest over hot's slowest": "slowest_tpot_s"}
+    for side, some in rows.groupby("side", sort=False):
+        row = {"the adapter comes from": "the device (hot)" if side == "hot" else side}
+        row["ms per token of the others"] = f"{1e3 * some['tpot_s'].median():.1f}"
+        for name, key in over.items():
+            if key in rows:  # older files lack the slowest
+                found = ratios(rows, str(side), "hot", key)
+                row[name] = f"{found.median():.3f} ({found.min():.3f}–{found.max():.3f})"
+        made.append({**row, "first token of the cold request, ms": f"{1e3 * some['ttft_s'].median():.0f}"})
+    return pd.DataFrame(made)
 
 
 def faults(study: Study) -> pd.DataFrame:

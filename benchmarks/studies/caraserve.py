@@ -22,7 +22,7 @@ LINK_GBPS = 5.0  # makes a rank-64 adapter on q, k and v take 20 ms: tens of mil
 RESIDENT = 24
 SIDES = ("cached", "blocking", "wait", "stream", "cpu", "auto")
 LINKS, RANKS, PROMPTS = (0.5, 1, 2, 5, 10, 25, 50), (8, 16, 32, 64, 128), (16, 32, 64, 128, 256, 512, 1024, 2048)
-SLOWEST_GBPS = 0.05  # a link as slow as a disk
+DISKS_MBPS = (50, 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,19 @@ def play(case: Case, seconds: float) -> dict[str, dict[str, float]]:
 
 
 def best(hardware: Hardware, gbps: float, rank: int, prompt: int) -> dict[str, float]:
-    """Predicted seconds to the first token of a request alone, by the way of starting."""
+    """Predicted seconds to the first token of a request alone, by the way of starting, from host memory."""
     size, bps = hardware.adapter_blocks(rank), gbps * 1e9
     copy_s = size * hardware.layout.block_bytes / bps
     return predict(Cold(prompt, size, hardware.places, copy_s, copy_s, GROUPS), hardware.costs(HOST, bps))
 
 
+def reading_s(hardware: Hardware, mbps: float, rank: int) -> float:
+    """Seconds in which a disk reads an adapter. No way starts before: the copy and the help need all of it."""
+    return hardware.adapter_blocks(rank) * hardware.layout.block_bytes / (mbps * 1e6)
+
+
 def run(options: Options) -> None:
-    """Plays every figure, and predicts the map of link, rank and prompt."""
+    """Plays every figure, and predicts the map of link, rank and prompt, from host memory and from disks."""
     seconds = options.seconds or (20.0 if options.quick else 300.0)
     (options.out / "caraserve-simulated.jsonl").unlink(missing_ok=True)
     records = options.records("caraserve-simulated", {"seconds": seconds, "link_gbps": LINK_GBPS})
@@ -93,7 +98,13 @@ def run(options: Options) -> None:
         for side, summary in play(case, seconds).items():
             kept = {key: summary[key] for key in ("ttft_s", "ttft_p99_s", "tpot_s")}
             records.add(case.name, side, 0, {"kind": "figure", "paper": list(case.paper), **kept})
-    for hardware, gbps, rank, prompt in itertools.product((A10, H200), (SLOWEST_GBPS, *LINKS), RANKS, PROMPTS):
+    for hardware, gbps, rank, prompt in itertools.product((A10, H200), LINKS, RANKS, PROMPTS):
         cell = {"kind": "map", "chip": hardware.chip.name, "gbps": gbps, "rank": rank, "prompt": prompt}
         name = f"{hardware.chip.name} {gbps:g} GB/s rank {rank} prompt {prompt}"
-        records.add(name, "predicted", 0, {**cell, **best(hardware, gbps, rank, prompt)})
+        found = best(hardware, gbps, rank, prompt)
+        records.add(name, "predicted", 0, {**cell, **found})
+        for mbps in DISKS_MBPS:
+            read_s = reading_s(hardware, mbps, rank)
+            more = {"kind": "disk", "mbps": mbps, "read_s": read_s}
+            more |= {way: read_s + seconds for way, seconds in found.items()}
+            records.add(f"{name} disk {mbps} MB/s", "predicted", 0, {**cell, **more})

@@ -173,8 +173,10 @@ class Loaders:
             return adapters.register(new, load.replace)
 
         now(begin)
+        # Not `answer.cancelled`: that would hold the answer, which will hold an error's frames.
+        files = _Watched(self._reader.files, lambda: answer.cancelled())
         with _within_memory(load.name):
-            new = read_adapter(load.name, load.path, self._reader)
+            new = read_adapter(load.name, load.path, replaced(self._reader, files=files))
         if load.lazy:  # it was read once, so that its digest is pinned
             new = replaced(new, data=None)
             return now(register)

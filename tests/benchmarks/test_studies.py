@@ -304,7 +304,22 @@ def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
     assert waited == {("DISK", True), ("HOST", True), ("HBM", False)}
     beside = {line["side"]: line for line in lines if line["cell"] == "neighbours"}
     assert set(beside) == {"hot", "this machine's disk", "500 MB/s", "50 MB/s"}
-    assert all(line["asked"] == 4 and line["tpot_s"] > 0 for line in beside.values())
+    assert all(line["asked"] == 4 and 0 < line["tpot_s"] <= line["slowest_tpot_s"] for line in beside.values())
+    assert render("tiers", tmp_path / "out", draw=False)
+
+
+def test_the_slowest_request_beside_a_load_is_compared_with_the_slowest_beside_none(tmp_path: Path):
+    columns = ["over hot", "the slowest over hot's slowest"]
+    for kept, known in ((["tpot_s", "ttft_s"], columns[:1]), (["tpot_s", "ttft_s", "slowest_tpot_s"], columns)):
+        records = Records(tmp_path / "tiers-float32.jsonl", {"ranks": [8], "adapters": 4, "running": 2, "kept": kept})
+        for slowest in (2.0, 4.0, 3.0):
+            sides = {side: {"tpot_s": 1.0, "ttft_s": 9.0, "slowest_tpot_s": slowest} for side in ("hot", "50 MB/s")}
+            sides["50 MB/s"]["slowest_tpot_s"] *= slowest
+            told = {side: {key: sample[key] for key in kept} for side, sample in sides.items()}
+            Cell(records, "neighbours").add(told)
+        found = tables.beside(read(tmp_path / "tiers-float32.jsonl"))
+        assert [name for name in found if name in columns] == known, "older files lack the slowest"
+    assert found[columns[1]].tolist() == ["1.000 (1.000–1.000)", "3.000 (2.000–4.000)"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from jlora import config
 from jlora.engine import loaders, local
 from jlora.errors import AlreadyExists, DataLoss, NotFound, ResourceExhausted, Unavailable
-from jlora.ports import PythonGarbage, System
+from jlora.ports import DiskFile, PythonGarbage, System
 from jlora.replica import Load
 from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make, port
@@ -154,6 +154,39 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
     assert ended.wait(60)
     assert replica.cache_state().host.free == free and replica.adapters() == []
     replica.check_integrity()
+
+
+def test_a_load_that_its_caller_cancels_reads_no_more_of_its_file(
+    replica: Running, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    weights = (Path(path) / "adapter_model.safetensors").stat().st_size
+    reached, go_on, ended = (threading.Event() for _ in range(3))
+    read, seam, pieces = DiskFile.read, port.loads(replica.local), list[int]()
+    load = getattr(*seam)
+
+    def slow(file: DiskFile, size: int) -> Any:
+        if file.size == weights:
+            pieces.append(size)
+            if sum(pieces) > weights / 2:
+                reached.set()
+                assert go_on.wait(60)
+        return read(file, size)
+
+    def watched(*args: Any) -> AdapterInfo:
+        try:
+            return load(*args)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(loaders, "PIECE", weights // 8)
+    monkeypatch.setattr(DiskFile, "read", slow)
+    monkeypatch.setattr(*seam, watched)
+    loading = replica.replica.load_adapter("unwanted", path)
+    assert reached.wait(60)
+    assert loading.cancel()
+    go_on.set()
+    assert ended.wait(60)
+    assert weights / 2 < sum(pieces) < weights and replica.adapters() == []
 
 
 def test_a_load_whose_adapter_is_unloaded_before_the_answer_describes_what_it_loaded(replica: Running, path: str):

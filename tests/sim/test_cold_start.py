@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.studies.caraserve import A10, CASES, H200, LINKS, PROMPTS, SLOWEST_GBPS, Case, best, play
+from benchmarks.studies.caraserve import A10, CASES, H200, LINKS, PROMPTS, Case, best, play, reading_s
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.engine.cold_start import Cold, Costs, Line, predict
@@ -135,10 +135,16 @@ def test_the_host_helps_best_with_short_prompts_and_slow_links():
 def test_the_host_never_helps_best_where_exchanges_move_more_than_the_copy():
     """q, k and v of Llama-2-7B: a token moves four widths of a layer in 16 bits, a block is 16 MiB."""
     moved = 32 * 4 * 4096 * 2
-    for gbps, prompt in itertools.product((SLOWEST_GBPS, *LINKS), PROMPTS):
+    for gbps, prompt in itertools.product(LINKS, PROMPTS):
         found = best(A10, gbps, 64, prompt)
         if prompt * moved > A10.adapter_blocks(64) * 16 * 2**20:
             assert min(found, key=lambda name: found[name]) != "cpu"
+
+
+def test_a_disk_reads_a_whole_adapter_before_any_way_starts():
+    """A rank-64 adapter on q, k and v of Llama-2-7B has 3 · 64 · (4096 + 4096) · 32 values of 2 bytes."""
+    assert reading_s(A10, 50, 64) == pytest.approx(3 * 64 * 8192 * 32 * 2 / 50e6, rel=0.05)
+    assert reading_s(A10, 500, 64) == pytest.approx(reading_s(A10, 50, 64) / 10)
 
 
 @pytest.mark.parametrize("projections, places, widths", [("qkv", 1, 4), ("qkvo", 2, 6), ("qv", 1, 4), ("o", 1, 2)])
