@@ -39,6 +39,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "price": ("micro.price", "R4: whole steps with 1, 8 and 64 adapters over the same steps of the base"),
     "startup": ("micro.startup", "seconds until a server is ready, with and without compiled programs"),
     "cold": ("micro.cold", "the first token of a request whose adapter is not on the device, by how it starts"),
+    "exchange": ("micro.exchange", "what leaves and enters the device when the host helps: programs against callbacks"),
     "arrivals": (
         "micro.arrivals",
         "Poisson traffic to missing adapters, by how it starts; CaraServe's Figures 10, 13, 14",

@@ -56,6 +56,7 @@ PAGES: Mapping[str, Page] = {
     "beyond": Page("beyond-*.jsonl", _first(figures.beyond), "beyond.png"),
     "step-model": Page("step-model-*.jsonl", _first(figures.step_model), "step-model.png"),
     "cold": Page("cold-*.jsonl"),
+    "exchange": Page("exchange-*.jsonl"),
     "arrivals": Page("arrivals-*.jsonl"),
     "switches": Page("switches-*.jsonl"),
     "skew": Page("skew-*.jsonl"),

@@ -348,6 +348,19 @@ def cold_regret(study: Study, way: str) -> str:
     return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
 
 
+def exchange(study: Study) -> pd.DataFrame:
+    """Microseconds of an empty exchange by form: the median of the rounds and their best; each over `programs`."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        forms, row = list(dict.fromkeys(rows["side"])), {"tokens x width": cell}
+        for form in forms:
+            took = 1e6 * rows.loc[rows["side"] == form, "seconds"]
+            row[f"{form}, µs"] = f"{took.median():.0f} ({took.min():.0f})"
+        row |= {f"{form} / programs": told(ratios(rows, form, "programs", "seconds")) for form in forms[1:]}
+        made.append({**row, "control": controls(rows, forms)})
+    return pd.DataFrame(made)
+
+
 def arrivals(study: Study, key: str) -> pd.DataFrame:
     """Each side over `cached` in the same round, the medians of the rounds; milliseconds of `cached`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks import services, tables
 from benchmarks.__main__ import GROUPS, STUDIES
-from benchmarks.micro import arrivals, catalogue_tiers, host
+from benchmarks.micro import arrivals, catalogue_tiers, exchange, host
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from benchmarks.studies import cluster_migration, cluster_placement
@@ -66,6 +67,15 @@ def test_whole_steps_are_timed_with_adapters_and_without(tmp_path: Path):
     assert {line["side"] for line in lines} == {"base", "1 adapter", "8 adapters"}
     assert all(line["seconds"] > 0 for line in lines)
     assert render("price", tmp_path / "out", draw=False)
+
+
+@pytest.mark.slow
+def test_an_empty_exchange_is_timed_in_every_form(tmp_path: Path):
+    lines = study(tmp_path, "exchange")
+    sides = ("programs", *exchange.CALLBACKS)
+    assert {(line["cell"], line["side"]) for line in lines} == set(product(("1 x 64", "16 x 64"), sides))
+    assert all(line["seconds"] > 0 for line in lines)
+    assert render("exchange", tmp_path / "out", draw=False)
 
 
 @pytest.mark.slow
