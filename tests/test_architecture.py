@@ -77,7 +77,7 @@ MAY_USE_JAX = {
     *(f"model.{name}" for name in ("checkpoint", "cut", "llama", "merge", "orbax", "packed", "place")),
     *(f"model.{name}" for name in ("sampling", "sharding", "step", "traced")),
     *(f"engine.{name}" for name in ("ahead", "assist", "batch", "build", "compile_cache", "compiles", "device")),
-    *(f"engine.{name}" for name in ("merger", "one_row", "profiling", "runner", "share", "sizing", "slots")),
+    *(f"engine.{name}" for name in ("lost", "merger", "one_row", "profiling", "runner", "share", "sizing", "slots")),
 }
 # Of the engine and the cache, what has a clock, a lock or a sleep of its own, and why.
 OWN_TIME = {

@@ -27,7 +27,6 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
-TOGETHER = 256  # adapters that a start writes down at once: each transaction waits for the disk
 BOUND = 0.25  # share of the host tier for adapters whose files have changed or are gone, and so cannot be read again
 
 
@@ -206,9 +205,6 @@ class Adapters:
                 self._restore(item)
             else:
                 new.append(self._registered(item))
-            if len(new) == TOGETHER:
-                self._write(*new)
-                new.clear()
         self._write(*new)
 
     def read_in(self, new: NewAdapter, pinned: bool) -> None:
@@ -463,7 +459,7 @@ class Adapters:
             self._catalogue.put([self._row(record) for record in self._registry.all() if record.path])
 
     def _write(self, *records: Record) -> None:
-        """In one transaction."""
+        """In one transaction, which waits for the disk once."""
         live = [record for record in records if record.path and self._registry.live(record.node.uid) is record]
         if self._catalogue is not None and live:
             self._catalogue.put([self._row(record) for record in live])
