@@ -115,7 +115,9 @@ def told(values: pd.Series) -> str:
 
 
 def averaged(values: pd.Series) -> str:
-    """Geometric mean and its standard error."""
+    """Geometric mean and its standard error; "" of nothing."""
+    if values.empty:
+        return ""
     logs = [math.log(value) for value in values]
     mean = math.exp(statistics.fmean(logs))
     error = f" ± {mean * statistics.stdev(logs) / math.sqrt(len(logs)):.3f}" if len(logs) > 1 else ""

@@ -299,13 +299,13 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
     by_cell = {cell: ratios(found, "off", "auto", "mean_s") for cell, found in rows.groupby("cell", sort=False)}
-    others = pd.concat([values for cell, values in by_cell.items() if cell not in switched])
-    host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median()
+    others = pd.concat([values for cell, values in by_cell.items() if cell not in switched] or [pd.Series(dtype=float)])
+    host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median().to_dict()
     return {
         "merged": {cell: averaged(by_cell[cell]) for cell in by_cell if cell in switched},
         "pairs": len(others),
         "ratio": averaged(others),
-        "host_us": 1e6 * (host["auto"] - host["off"]),
+        "host_us": 1e6 * (host.get("auto", 0.0) - host.get("off", 0.0)),
     }
 
 

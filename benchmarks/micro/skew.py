@@ -127,9 +127,7 @@ class Player:
 
     def capacity(self) -> float:
         """Requests that `off` serves in a second when all of a run come at once, as many for each adapter."""
-        began = time.monotonic()
-        self.play("off", draw(self._size, 1 / ADAPTERS))
-        return self._size.requests / (time.monotonic() - began)
+        return self._size.requests / self.play("off", draw(self._size, 1 / ADAPTERS))["seconds"]
 
     def play(self, side: str, asked: Sequence[Asked]) -> Sample:
         """One run, begun and ended with no request and no switch under way."""
@@ -140,11 +138,13 @@ class Player:
             time.sleep(max(0.0, began + each.at - time.monotonic()))
             answers.append(send(replica, _request(size, f"skew-{i}", _name(self._rank, each.adapter), i)))
         timings = [answer.end() for answer in answers]
+        seconds = time.monotonic() - began
         after = self._settled()
         latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
         waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
         last, steps = asked[-1].at, after.steps - before.steps
         return {
+            "seconds": seconds,
             "mean_s": sum(latencies) / (size.output * len(latencies)),
             "p90_s": float(np.percentile(latencies, 90)) / size.output,
             "others_queue_s": max(waits, default=0.0),

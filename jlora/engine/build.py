@@ -45,7 +45,7 @@ from jlora.engine.share import adapter_share
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory, steps_bytes
 from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
-from jlora.errors import ConfigError, DataLoss, FailedPrecondition, JloraError, ResourceExhausted
+from jlora.errors import ConfigError, DataLoss, FailedPrecondition, JloraError, NotFound, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.memory import KEPT_BYTES
 from jlora.model import checkpoint, hub, sharding
@@ -353,6 +353,19 @@ def _begin_with(
     if found:
         in_memory, block_bytes = engine.adapters.in_memory, reader.layout.block_bytes
         log.info("%s", sources.told(found, in_memory, host_blocks, block_bytes, config))
+    if config.engine.merge not in ("off", "auto"):
+        _warn_of_merge(engine, config.engine.merge)
+
+
+def _warn_of_merge(engine: Engine, name: str) -> None:
+    """Says so if the adapter that `engine.merge` names is not there yet, or is never merged."""
+    try:
+        engine.adapters.get(name)
+    except NotFound as e:
+        log.warning("engine.merge: %s; nothing is merged until it is loaded", e)
+    else:
+        if engine.adapters.invocation(name):
+            log.warning("engine.merge: adapter %r is an activated LoRA, which is never merged", name)
 
 
 def _read_in(

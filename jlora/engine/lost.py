@@ -101,7 +101,7 @@ class LostEntries:
 
     def put_back(self, programs: merge.MergePrograms, w: jax.Array, layer: int, lost: Lost) -> jax.Array:
         """Takes w; the weights with these entries."""
-        for first, size in merge.chunks(max(map(len, lost.at))):
+        for first, size in merge.chunks(max(map(len, lost.at)), tuple(programs.take)):
             places = [_filled(shard[first : first + size], NOWHERE, size) for shard in lost.at]
             values = [_filled(shard[first : first + size], 0, size) for shard in lost.bits]
             w = programs.patch(w, np.int32(layer), np.concatenate(places), np.concatenate(values))
@@ -110,23 +110,32 @@ class LostEntries:
     def rehearse(self, name: str, w: jax.Array) -> jax.Array:
         """Compiles what moves entries of a projection. Takes w, and returns it unchanged."""
         programs, shards = self._programs[name], self._mesh.shape["tp"]
-        kind = np.dtype(f"uint{8 * w.dtype.itemsize}")
         place = NamedSharding(self._mesh, merge.SHARDS)
-        lists = [jax.device_put(np.zeros(shards * programs.most, each), place) for each in (np.int32, kind)]
+        lists = [jax.device_put(np.zeros(shards * programs.most, each), place) for each in (np.int32, _bits_of(w))]
         for size, take in programs.take.items():
             take(*lists, np.int32(0))
-            nothing = Lost([np.full(size, NOWHERE)] * shards, [np.zeros(size, kind)] * shards)
-            w = self.put_back(programs, w, 0, nothing)
+            w = self.put_back_none(name, w, size)
         return w
+
+    def put_back_none(self, name: str, w: jax.Array, size: int) -> jax.Array:
+        """Puts a chunk without entries back, which takes as long as any. Takes w, and returns it unchanged."""
+        shards = self._mesh.shape["tp"]
+        at, bits = np.full(size, NOWHERE, np.int32), np.zeros(size, _bits_of(w))
+        return self.put_back(self._programs[name], w, 0, Lost([at] * shards, [bits] * shards))
 
     def _sent_for(self, where: Where, at: jax.Array, bits: jax.Array, counts: jax.Array) -> _Coming:
         programs = self._programs[where[1]]
         # With more, taking the adapter out fails its check, and the weights are loaded anew.
         known = np.minimum(np.asarray(counts), programs.most)
-        chunks = [programs.take[size](at, bits, np.int32(first)) for first, size in merge.chunks(int(known.max()))]
+        cuts = merge.chunks(int(known.max()), tuple(programs.take))
+        chunks = [programs.take[size](at, bits, np.int32(first)) for first, size in cuts]
         for array in itertools.chain(*chunks):
             array.copy_to_host_async()
         return _Coming(known, chunks)
+
+
+def _bits_of(w: jax.Array) -> np.dtype:
+    return np.dtype(f"uint{8 * w.dtype.itemsize}")
 
 
 def _filled(values: np.ndarray, fill: int, size: int) -> np.ndarray:

@@ -62,11 +62,15 @@ class Base:
 
 @dataclass(slots=True)
 class _Cost:
-    """Seconds of a group's piece, without ranks, and for each `merge.RANKS` of them."""
+    """Seconds of a group's piece, without ranks, and for each `merge.RANKS` of them.
+
+    patch_s: of putting as many lost entries back as the lists have room for.
+    """
 
     into_s: float = 0.0
     out_s: float = 0.0
     call_s: float = 0.0
+    patch_s: float = 0.0
 
 
 class Merger:
@@ -123,6 +127,7 @@ class Merger:
             (into, out), (longer, _) = (map(min, zip(*(one[group] for one in r), strict=True)) for r in (few, many))
             cost.call_s = max(0.0, longer - into) / max(1, most - 1)
             cost.into_s, cost.out_s = into - cost.call_s, out - cost.call_s
+            cost.patch_s = sum(map(self._patch_s, GROUPS[group]))
         self.forget()
 
     def _begin_zero(self, calls: int) -> None:
@@ -142,14 +147,24 @@ class Merger:
         assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
         return list(zip(into, out[::-1], strict=True))
 
+    def _patch_s(self, name: str) -> float:
+        """Of one projection, by its largest chunk."""
+        programs = self._programs[name]
+        size = next(iter(programs.take))
+
+        def put_back() -> None:
+            self._change(0, name, lambda _, name, w: self._lost.put_back_none(name, w, size))
+
+        return min(self._waited(put_back) for _ in range(ROUNDS)) * programs.most / size
+
     def _waited(self, change: Callable[[], None]) -> float:
         began = self._clock()
         change()
         jax.block_until_ready((self._holder.weights.params, self._checks))
         return self._clock() - began
 
-    def begin(self, projections: Sequence[str], read: Read) -> None:
-        """The next merge is of this adapter; reads nothing yet."""
+    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
+        """The next merge is of this adapter, whose loss, if it was measured, is `lost`; reads nothing yet."""
         assert not self.done and not self._checks, "another adapter is merged"
         blocks: dict[str, list[int]] = {}
         for index, name in enumerate(projections):
@@ -161,7 +176,7 @@ class Merger:
         mine = [cost for cost, names in zip(self._costs, GROUPS, strict=True) if not blocks.keys().isdisjoint(names)]
         self.piece_s, self.back_s = (
             sum(once + cost.call_s * calls for once, cost in zip(each, mine, strict=True)) / len(GROUPS)
-            for each in ([cost.into_s for cost in mine], [cost.out_s for cost in mine])
+            for each in ([cost.into_s for cost in mine], [cost.out_s + lost * cost.patch_s for cost in mine])
         )
 
     def forget(self) -> None:
@@ -193,6 +208,10 @@ class Merger:
                 self._factors[layer, name] = self._unpacked(layer, name)
                 self._change(layer, name, self._merged)
         self.done += 1
+
+    def collect(self) -> None:
+        """Lets what taking out will need come to the host."""
+        self._lost.collect()
 
     def back(self) -> None:
         """Takes the last piece out."""

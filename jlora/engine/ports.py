@@ -217,9 +217,10 @@ class Merger(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def begin(self, projections: Sequence[str], read: Read) -> None:
-        """Names the adapter: the projection of each of its blocks, and what reads them from the host tier.
+    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
+        """Names the adapter: the projection of each of its blocks, what reads them from the host tier, and its loss.
 
+        `lost` is `Loss.lost` where that was measured: putting entries back takes time.
         `measure` and `forward` read, and only one layer; `back` needs none of it any more.
         """
         ...
@@ -234,6 +235,10 @@ class Merger(Protocol):
 
     def forward(self) -> None:
         """Merges the next piece. Raises MemoryError if memory ends; nothing is merged any more then."""
+        ...
+
+    def collect(self) -> None:
+        """Lets what `back` will need come to the host. Called between steps while everything is merged."""
         ...
 
     def back(self) -> None:

@@ -140,6 +140,8 @@ class Switching(Turns):
         merger, node, reloads = self._merger, self._target, self._merger.reloads
         if merger.done and node is not self._node:
             return self._take_out()
+        if merger.done == merger.pieces:
+            merger.collect()
         if node is None or merger.done == merger.pieces:
             return True
         if merger.done and not node.on_host:
@@ -223,7 +225,8 @@ class Switching(Turns):
                 return False
             self._losses[node.uid] = loss
             refusal = _refusal(loss)
-            log.info("adapter uid=%d: merging has %.3g times the error; %s", node.uid, loss.error, refusal or "allowed")
+            said = f"merging has {loss.error:.3g} times the error of not merging; {refusal or 'allowed'}"
+            log.info("adapter %s: uid=%d %s", record.name, node.uid, said)
             if refusal:
                 self._refuse(node)
                 self._target = None
@@ -252,8 +255,12 @@ class Switching(Turns):
         """Tells the merger where the adapter's factors are."""
         record = self._registry.by_uid(node.uid)
         # The blocks as they are then: the host copy may leave and come to others.
-        read = self._swapper.read
-        self._merger.begin(record.projections, lambda which, layers: read([node.host[i] for i in which], layers))
+        read, loss = self._swapper.read, self._losses.get(node.uid)
+        self._merger.begin(
+            record.projections,
+            lambda which, layers: read([node.host[i] for i in which], layers),
+            0.0 if loss is None else loss.lost,
+        )
         self._node, self._merged_name = node, record.name
 
 

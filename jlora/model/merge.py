@@ -11,7 +11,7 @@ and a switch can stop between any two of them. Every array is one shard's under 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,8 +41,8 @@ class MergePrograms(NamedTuple):
     accumulate(d, a [R, in], b [R, out]) -> d
     merge(w, layer, d) -> w, at, bits, count      entries that an unmerge would lose; `at` ascends
     unmerge(w, layer, d) -> w
-    take[size](at, bits, first) -> at, bits       so many of them from `first` on
-    patch(w, layer, at, bits) -> w                one of `CHUNKS`; places outside of w are no entries
+    take[size](at, bits, first) -> at, bits       so many of them from `first` on; the largest size comes first
+    patch(w, layer, at, bits) -> w                of one of these sizes; places outside of w are no entries
     digest(w, layer) -> uint32
     tried(w, layer, d) -> what `merge` would make of w [in, out]; lost entries, over those that may be
 
@@ -75,11 +75,14 @@ class ProbePrograms(NamedTuple):
     errors: Wrapped
 
 
-def chunks(count: int) -> Iterator[tuple[int, int]]:
-    """First entry and size of the chunks that move so many: the last one may be padded."""
+def chunks(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First entry and size of the chunks that move so many entries, from the largest size to the smallest.
+
+    The last one may be padded, by up to three quarters: a call on a TPU copies a layer's weight, however few there are.
+    """
     first = 0
-    for size in CHUNKS:
-        while first + size <= count or (size == CHUNKS[-1] and first < count):
+    for size in sizes:
+        while count - first > (size // 4 if size > sizes[-1] else 0):
             yield first, size
             first += size
 
@@ -112,14 +115,16 @@ def _of_projection(spec: ModelSpec, mesh: Mesh, stacked: bool, name: str) -> Mer
     one, rep, tp = SHARDS, sharding.REPLICATED, mesh.shape["tp"]
     rows, columns = spec.projection_shapes[name]
     rows, columns = (rows // tp, columns) if name in ROW_PARALLEL else (rows, columns // tp)
-    room = -(-rows * columns // MOST_LOST // CHUNKS[-1]) * CHUNKS[-1]  # whole chunks
+    most = rows * columns // MOST_LOST
+    sizes = [size for size in CHUNKS if size <= most] or CHUNKS[-1:]
+    room = -(-most // sizes[0]) * sizes[0]  # whole chunks
     place = _Place(stacked, spec.dtype, room)
     return MergePrograms(
         on_mesh(lambda: jnp.zeros((rows, columns), jnp.float32), (), two),
         on_mesh(_accumulate, (two, *factor_specs(name)), two, donate=0),
         on_mesh(partial(_merge, place), (w, rep, two), (w, one, one, one), donate=0),
         on_mesh(partial(_unmerge, place), (w, rep, two), w, donate=0),
-        {size: on_mesh(partial(_take, size), (one, one, rep), (one, one)) for size in CHUNKS if size <= room},
+        {size: on_mesh(partial(_take, size), (one, one, rep), (one, one)) for size in sizes},
         on_mesh(partial(_patch, place), (w, rep, one, one), w, donate=0),
         on_mesh(partial(_digest, place), (w, rep), rep),
         on_mesh(partial(_tried, place), (w, rep, two), (two, rep)),

@@ -29,8 +29,11 @@ class ModelledMerger:
         self.piece_s = self.back_s = PASSES * model.weights_s / PIECES
         self._device = device
 
-    def begin(self, projections: Sequence[str], read: Read) -> None:
+    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
         """A modelled adapter has no factors."""
+
+    def collect(self) -> None:
+        """It loses nothing."""
 
     def forget(self) -> None:
         """It holds nothing."""

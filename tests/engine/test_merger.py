@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projectio
     assert seen == {"some": (some, some), "others": (2 * others, 2 * others)}
 
 
+def test_taking_out_is_expected_to_take_longer_the_more_was_lost(tmp_path: Path):
+    merger = World(tmp_path, "float32", 1, stacked=False).merger
+    seen = []
+    for lost in (0.0, 0.5, 1.0):
+        merger.begin(["q", "down"], lambda which, layers: None, lost)
+        seen.append((merger.piece_s, merger.back_s))
+    (into, out), half, whole = seen
+    assert half[0] == whole[0] == into and whole[1] - half[1] == pytest.approx(half[1] - out) and half[1] > out
+
+
 def test_an_audit_knows_a_delta_of_zeros_from_a_weight_that_was_not_merged(tmp_path: Path):
     """PEFT begins with a B of zeros, and an adapter may leave layers out."""
     world = World(tmp_path, "bfloat16", 1, stacked=True)
@@ -197,8 +208,9 @@ def test_lost_entries_travel_in_chunks_and_no_more_of_them_than_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(merge, "CHUNKS", (16, 4))
-    assert list(merge.chunks(0)) == [] and list(merge.chunks(3)) == [(0, 4)]
-    assert list(merge.chunks(37)) == [(0, 16), (16, 16), (32, 4), (36, 4)]
+    cuts = partial(merge.chunks, sizes=(16, 4))
+    assert list(cuts(0)) == [] and list(cuts(3)) == [(0, 4)] and list(cuts(5)) == [(0, 16)]
+    assert list(cuts(36)) == [(0, 16), (16, 16), (32, 4)] and list(cuts(37)) == [(0, 16), (16, 16), (32, 16)]
     world = World(tmp_path, "bfloat16", 2, stacked=True)
     merger, before, moved = world.merger, world.bits(), world.merger.moved
     world.begin("others")
@@ -207,8 +219,8 @@ def test_lost_entries_travel_in_chunks_and_no_more_of_them_than_there_are(
     port.collect(merger)
     lost = port.lost(merger)
     most = max(len(shard) for found in lost.values() for shard in found.at)
-    padded = sum(-(-max(map(len, found.at)) // 4) * 4 * 2 * 6 for found in lost.values())  # of two shards, 6 bytes each
-    assert most > 16 and merger.moved - moved == padded
+    padded = sum(size for found in lost.values() for _, size in cuts(max(map(len, found.at))))
+    assert most > 16 and merger.moved - moved == padded * 2 * 6  # of two shards, 6 bytes each
     while merger.done:
         merger.back()
     assert merger.whole() and world.bits() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,17 @@ def test_memory_that_ends_in_the_middle_of_a_piece_costs_the_merge_and_not_the_e
         monkeypatch.undo()
         switching.policy.refused.clear()
     settle(service, 1.0)
+
+
+@pytest.mark.parametrize(
+    "name,said",
+    [("larg", "adapter 'larg'.*'large'.*nothing is merged until it is loaded"), ("late", "is never merged")],
+)
+def test_a_start_says_so_if_what_it_is_to_merge_is_not_there_or_never_merged(
+    name: str, said: str, tmp_path: Path, tiny_model: Path, tiny_spec: Any, tiny_adapters: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    late = _make.make_adapter(tmp_path / "late", tiny_spec, alora_invocation_tokens=[5, 6])
+    with running(tiny_model, {"large": tiny_adapters["large"], "late": late}, engine__merge=name):
+        [told] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine.merge")]
+    assert re.search(said, told)

@@ -20,13 +20,16 @@ class Counted:
     def __init__(self) -> None:
         self.done, self.pieces, self.host_bytes, self.reloads = 0, 4, 0, 0
         self.piece_s = self.back_s = 0.1
-        self.forgotten = 0
+        self.forgotten = self.collected = 0
 
     def forget(self) -> None:
         self.forgotten += 1
 
     def forward(self) -> None:
         self.done += 1
+
+    def collect(self) -> None:
+        self.collected += 1
 
     def back(self) -> None:
         self.done -= 1
@@ -50,7 +53,7 @@ def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkey
     node.host = (7, 8, 9)
     assert port.advance(switching, 0.82) and merger.done == 4
     node.host = ()  # the weights have all of it
-    assert port.advance(switching, 0.1) and merger.done == 4
+    assert port.advance(switching, 0.1) and merger.done == 4 and merger.collected == 1
 
 
 def test_a_step_waits_for_pieces_for_half_of_its_usual_time(monkeypatch: pytest.MonkeyPatch):

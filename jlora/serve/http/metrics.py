@@ -62,7 +62,9 @@ class Snapshot:
         for name, count in self._where().items():
             adapters.add_metric((name.lower(),), count)
         yield adapters
-        yield _gauge("jlora_adapters_reading", "Those of tier loading that come from the disk.", cache.adapters_reading)
+        if self.state.router is None:  # replicas count theirs each
+            said = "Those of tier loading that come from the disk."
+            yield _gauge("jlora_adapters_reading", said, cache.adapters_reading)
         moved = CounterMetricFamily("jlora_moved_bytes", "Bytes copied between the tiers.", labels=("direction",))
         moved.add_metric(("in",), cache.bytes_swapped_in)
         moved.add_metric(("out",), cache.bytes_swapped_out)

@@ -46,7 +46,7 @@ class Weights:
         self._sites = sites
         self._tasks = tasks
 
-    def begin(self, projections: Sequence[str], read: Read) -> None:
+    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
         assert not self.done, "another adapter is merged"
         self._read = lambda: hash(tuple(read(range(len(projections)), slice(0, 1))))
 
@@ -57,6 +57,9 @@ class Weights:
     def measure(self) -> Loss:
         self._sites.lack("merge.measure")
         return Loss(2.0 if self._sites.fires("merge.refused") else 1.0, 0.0)
+
+    def collect(self) -> None:
+        """Nothing comes."""
 
     def forward(self) -> None:
         self._trouble()
