@@ -48,7 +48,10 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Requests of a run, and the tokens of each prompt and answer."""
+    """Requests of a run, and the tokens of each prompt and answer.
+
+    alone: requests for one adapter whose steps are enough to measure what merging it loses.
+    """
 
     spec: ModelSpec
     ranks: tuple[int, ...]
@@ -56,10 +59,11 @@ class Size:
     requests: int
     prompt: int
     output: int
+    alone: int
 
 
-FULL = Size(LLAMA_100M, (8, 64), HOT, 72, 32, 32)
-QUICK = Size(TINY, (4,), HOT[1::3], 12, 4, 8)
+FULL = Size(LLAMA_100M, (8, 64), HOT, 72, 32, 32, 64)
+QUICK = Size(TINY, (4,), HOT[1::3], 12, 4, 8, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,8 @@ def _started(settings: dict[str, Any], size: Size, rank: int) -> Iterator[Player
     try:
         replica.warm().result(TIMEOUT_S)
         player = Player(replica, size, rank)
+        for adapter in range(ADAPTERS):  # what merging an adapter loses is measured once, before it is first merged
+            player.play("merged", [Asked(0.0, adapter)] * size.alone)
         for side in player.policies:  # the first runs on a new replica are slower
             player.play(side, draw(size, 1 / ADAPTERS))
         yield player
