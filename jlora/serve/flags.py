@@ -74,7 +74,7 @@ FLAGS = (
     ("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
     ("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
     ("model.seed", ("--seed",), "N", "seed of requests without one (default 0)"),
-    ("adapters.dir", ("--adapter-dir",), "DIR", "serve every subdirectory with an adapter_config.json"),
+    ("adapters.dir", ("--adapter-dir",), "DIR", "serve every subdirectory with an adapter, in place of adapters.dir"),
     ("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
     ("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
     ("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
