@@ -62,9 +62,8 @@ class Snapshot:
         for name, count in self._where().items():
             adapters.add_metric((name.lower(),), count)
         yield adapters
-        if self.state.router is None:  # replicas count theirs each
-            said = "Those of tier loading that come from the disk."
-            yield _gauge("jlora_adapters_reading", said, cache.adapters_reading)
+        said = "Those of tier loading that come from the disk; a router sums them over its replicas."
+        yield _gauge("jlora_adapters_reading", said, cache.adapters_reading)
         moved = CounterMetricFamily("jlora_moved_bytes", "Bytes copied between the tiers.", labels=("direction",))
         moved.add_metric(("in",), cache.bytes_swapped_in)
         moved.add_metric(("out",), cache.bytes_swapped_out)
