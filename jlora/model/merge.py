@@ -27,6 +27,7 @@ from jlora.model.llama import Joints, Params, Run, Shard, dense_attend, embed, o
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 
 RANKS = 32  # ranks that one call of `accumulate` adds; A and B are padded to whole calls
+PART = 1 << 23  # entries that a merge works on at once
 MOST_LOST = 4  # at most one entry in so many may be lost; with more, an adapter is not merged
 CHUNKS = (1 << 18, 1 << 15, 1 << 12)  # lost entries that one call of `take` or `patch` moves
 SHARDS = PartitionSpec("tp")
@@ -167,6 +168,14 @@ class _Place(NamedTuple):
     def put(self, w: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(w, new, layer, 0) if self.stacked else new
 
+    def take_rows(self, w: jax.Array, layer: jax.Array, first: jax.Array, count: int) -> jax.Array:
+        if not self.stacked:
+            return lax.dynamic_slice_in_dim(w, first, count)
+        return lax.dynamic_slice(w, (layer, first, 0), (1, count, w.shape[2]))[0]
+
+    def put_rows(self, w: jax.Array, layer: jax.Array, first: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(w, new[None] if self.stacked else new, (layer, first, 0)[not self.stacked :])
+
 
 def _accumulate(delta: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -193,15 +202,26 @@ def _lost(w: jax.Array, delta: jax.Array, dtype: str) -> tuple[jax.Array, jax.Ar
 
 
 def _merge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array):
-    old = place.take(w, layer)
-    if place.stacked:  # all that is read later is this copy of a layer; else XLA copies all layers to write into one
-        w, old = lax.optimization_barrier((w, old))
-    new, lost = _lost(old, delta, place.dtype)
-    flat, size = lost.reshape(-1), old.size
-    turn = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, place.most)
-    at = jnp.full(place.most, size, jnp.int32).at[turn].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    kept = bits(old).reshape(-1)[jnp.minimum(at, size - 1)]
-    return place.put(w, layer, new), at, kept, flat.sum(dtype=jnp.int32)[None]
+    """In parts of some rows: what lists the lost entries takes 16 bytes an entry."""
+    rows, columns = delta.shape
+    parts = next(n for n in range(-(-delta.size // PART), rows + 1) if rows % n == 0)
+    size = delta.size // parts
+
+    def one(part: jax.Array, found: tuple) -> tuple:
+        w, at, kept, count = found
+        where = layer, part * (rows // parts)
+        old = place.take_rows(w, *where, rows // parts)
+        w, old = lax.optimization_barrier((w, old))  # all that is read later is this copy; else XLA copies all of w
+        new, lost = _lost(old, lax.dynamic_slice_in_dim(delta, where[1], rows // parts), place.dtype)
+        flat = lost.reshape(-1)
+        turn = jnp.where(flat, count + jnp.cumsum(flat, dtype=jnp.int32) - 1, place.most)
+        at = at.at[turn].set(part * size + jnp.arange(size, dtype=jnp.int32), mode="drop")
+        kept = kept.at[turn].set(bits(old).reshape(-1), mode="drop")
+        return place.put_rows(w, *where, new), at, kept, count + flat.sum(dtype=jnp.int32)
+
+    nothing = jnp.full(place.most, delta.size, jnp.int32), jnp.zeros(place.most, _BITS[place.dtype])
+    w, at, kept, count = lax.fori_loop(0, parts, one, (w, *nothing, jnp.int32(0)))
+    return w, at, kept, count[None]
 
 
 def _unmerge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jlora.model.spec import PROJECTIONS
 from jlora.pallas.cases import LLAMA3_8B
 from tests.pallas import _aot, _gpu
 
-H200_MOST, V6E_MOST = 0.02 * 141e9, 0.04 * 32e9  # bytes: shares of a chip's memory; one v6e needs 3.7 %
+H200_MOST, V6E_MOST = 0.02 * 141e9, 0.02 * 32e9  # bytes: shares of a chip's memory
 RANKS = 256  # `adapters.max_rank`
 IN_PLACE = frozenset({"accumulate gate", "merge gate", "unmerge gate", "patch gate"})  # they write what they are given
 
