@@ -30,7 +30,7 @@ from benchmarks.studies.merging import MergedOnly
 from jlora import config as configuration
 from jlora.cache.tree import AdapterNode
 from jlora.engine.local import LocalReplica
-from jlora.engine.merging import Merging, Times
+from jlora.engine.merging import AdapterCost, Merging, Times
 from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
 from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
@@ -124,9 +124,9 @@ class Player:
         self._replica, self._switching, self._size, self._rank = replica, switching, size, rank
         seqs = SETTINGS["engine.max_seqs"]
         self.policies = {
-            "off": Never(seqs, STARVE_S, Times(0.0)),
+            "off": Never(seqs, STARVE_S, Times(AdapterCost())),
             "auto": switching.policy,
-            "merged": MergedOnly(seqs, STARVE_S, Times(0.0)),
+            "merged": MergedOnly(seqs, STARVE_S, Times(AdapterCost())),
         }
 
     def capacity(self) -> float:

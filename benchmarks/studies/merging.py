@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.runner import Options
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import Merging, Times
+from jlora.engine.merging import AdapterCost, Merging, Times
 from jlora.loadgen.rounds import Budget, Sample, Side
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
@@ -95,7 +95,7 @@ def measured(costs: str, side: str, work: Work) -> Sample:
     scenario = Scenario(CARD, step=model)
     engine = replace(scenario.engine, max_seqs=64, merge="auto" if side == "auto" else "off")
     scenario = replace(scenario, engine=engine)
-    merging = MergedOnly(engine.max_seqs, engine.merge_starve_s, Times(0.0)) if side == "merged" else None
+    merging = MergedOnly(engine.max_seqs, engine.merge_starve_s, Times(AdapterCost())) if side == "merged" else None
     return figures(simulate(scenario, work, "jlora", merging=merging))
 
 

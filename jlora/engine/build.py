@@ -36,12 +36,12 @@ from jlora.engine.device import Prepared
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
 from jlora.engine.merger import Base, Merger
-from jlora.engine.merging import Fixed, Merging, Times
+from jlora.engine.merging import AdapterCost, Fixed, Merging, Times
 from jlora.engine.ports import Parts
 from jlora.engine.records import NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
-from jlora.engine.share import adapter_share
+from jlora.engine.share import adapter_cost
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory, steps_bytes
 from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
@@ -143,8 +143,9 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
         merger.prepare()  # it measures: no program compiles beside it any more
     phases.end("programs")
     priced = switching if config.engine.warmup else None
+    costs = partial(adapter_cost, runner, layout, config.adapters.max_rank)
     opens = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
-    finish = partial(_finish, (partial(_price, priced, runner, layout), opens))
+    finish = partial(_finish, (partial(_price, priced, costs), opens))
     if not runner.left:
         finish(lambda call: call())
     _begin_with(engine, found, host_blocks, reader, config, system.threads)
@@ -219,7 +220,7 @@ def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, 
     """What `engine.merge` asks for."""
     if engine.merge != "auto":
         return Switching(Fixed(engine.max_seqs, engine.merge_starve_s), merger, registry, swapper, engine.merge)
-    return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
+    return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(AdapterCost())), merger, registry, swapper)
 
 
 def make_manager(
@@ -275,10 +276,10 @@ def _finish(last: Iterable[Finish], between: Between) -> None:
         each(between)
 
 
-def _price(switching: Switching | None, runner: Runner, layout: PoolLayout, between: Between) -> None:
+def _price(switching: Switching | None, costs: Callable[[Between], AdapterCost], between: Between) -> None:
     """What merging can gain: until this is known, "auto" takes it for nothing."""
     if switching is not None:
-        switching.policy.times.share = adapter_share(runner, layout, between)
+        switching.policy.times.cost = costs(between)
 
 
 def _open_groups(

@@ -351,19 +351,17 @@ class Merger:
         compares = base.spec.dtype != "float32"
         xs = self._probes.begin(params["embed"], tokens) if compares else None
         for layer in range(base.spec.layers):
-            merged, factors, at = dict[str, jax.Array](), dict[str, tuple[jax.Array, ...]](), np.int32(layer)
+            factors, at = dict[str, tuple[Any, ...]](), np.int32(layer)
             for names in GROUPS:
                 for name in names:
                     found = self._unpacked(layer, name)
-                    delta = self._delta(name, found)
-                    new, lost = self._programs[name].tried(self._weight(layer, name), at, delta)
-                    worst.append(lost)
+                    worst.append(self._programs[name].lost(self._weight(layer, name), at, self._delta(name, found)))
                     if compares:
-                        merged[name], factors[name] = new, self._widest(name, found)
+                        factors[name] = self._widest(name, found)
                 yield
             if compares:
                 layers = params["layers"]
-                xs = self._probes.layer(layers if base.stacked else layers[layer], at, factors, merged, xs)
+                xs = self._probes.layer(layers if base.stacked else layers[layer], at, factors, xs)
                 yield
         self._loss = Loss(self._error(xs) if compares else 1.0, max(map(float, worst)))
 
@@ -373,13 +371,14 @@ class Merger:
         unmerged, merged = map(float, self._probes.errors(head, params["norm"], xs))
         return (merged / max(unmerged, 1e-30)) ** 0.5
 
-    def _widest(self, name: str, factors: _Factors) -> tuple[jax.Array, ...]:
-        """The factors on the device with as many ranks as any adapter's: one program takes all."""
+    def _widest(self, name: str, factors: _Factors) -> tuple[Any, ...]:
+        """The factors on the device with as many ranks as any adapter's, as one program takes all; their tiles."""
         each = self._base.layout.units[name].per_block
         ranks = -(-self._base.max_rank // each) * each
         most = ranks + -ranks % merge.RANKS
         padded = (np.pad(factor, ((0, most - len(factor)), (0, 0))) for factor in factors)
-        return tuple(jax.device_put(f, place) for f, place in zip(padded, self._places_of(name), strict=True))
+        placed = [jax.device_put(f, place) for f, place in zip(padded, self._places_of(name), strict=True)]
+        return *placed, np.int32(len(factors[0]) // merge.RANKS)
 
     def _places_of(self, name: str) -> list[NamedSharding]:
         return [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]

@@ -14,6 +14,7 @@ every request that has waited has had a step.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from jlora.cache.tree import AdapterNode
 
@@ -21,19 +22,42 @@ PERIOD = 64  # steps between two tunings
 HORIZON = 256  # steps that a switch is expected to serve
 DECREMENT, FACTOR = 0.1, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
 LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy one from merging
-MARGIN = 1.1  # by which merged throughput must exceed unmerged throughput: others wait, and estimates err
+# By which merged throughput must exceed unmerged throughput, as estimates err: while others wait, and if nobody does.
+MARGIN, MARGIN_ALONE = 1.1, 1.05
 SMOOTH = 0.1  # share of the newest step in a mean
 
 
-class Times:
-    """Seconds of a step by sequences in it, merged and not; what was not seen yet follows from what was.
+@dataclass(frozen=True, slots=True)
+class AdapterCost:
+    """What one adapter of all rows adds to a decode step: linear in its blocks.
 
-    Args:
-        share: of an unmerged step, the part that adapters cost.
+    Attributes:
+        share: the part that it is of the step, for an adapter of `blocks` blocks.
+        block: what a block more adds, over the base's step.
     """
 
-    def __init__(self, share: float):
-        self.share = share
+    share: float = 0.0
+    blocks: int = 0
+    block: float = 0.0
+
+    @classmethod
+    def measured(cls, base_s: float, small: tuple[int, float], large: tuple[int, float]) -> AdapterCost:
+        """From seconds of a step without an adapter, and with two of so many blocks; noise makes no cost negative."""
+        (few, small_s), (many, large_s) = small, large
+        block = max(0.0, large_s - small_s) / base_s / (many - few) if many > few else 0.0
+        return cls(max(0.0, 1 - base_s / small_s), few, block)
+
+    def share_of(self, blocks: int) -> float:
+        """The share of a step that an adapter of so many blocks is."""
+        added = max(0.0, self.share / (1 - self.share) + self.block * (blocks - self.blocks))
+        return added / (1 + added)
+
+
+class Times:
+    """Seconds of a step by sequences in it, merged and not; what was not seen yet follows from what was."""
+
+    def __init__(self, cost: AdapterCost):
+        self.cost = cost
         self._means: dict[tuple[bool, int], float] = {}
 
     def observe(self, merged: bool, count: int, seconds: float) -> None:
@@ -41,15 +65,16 @@ class Times:
         known = self._means.get(key)
         self._means[key] = seconds if known is None else known + SMOOTH * (seconds - known)
 
-    def step_s(self, merged: bool, count: int) -> float | None:
-        """None if no step was seen."""
+    def step_s(self, merged: bool, count: int, blocks: int) -> float | None:
+        """Of an adapter of so many blocks, merged or not; None if no step was seen."""
         own = self._nearest(merged, count)
         if own is not None:
             return own
         other = self._nearest(not merged, count)
         if other is None:
             return None
-        return other * (1 - self.share) if merged else other / (1 - self.share)
+        left = 1 - self.cost.share_of(blocks)
+        return other * left if merged else other / left
 
     def _nearest(self, merged: bool, count: int) -> float | None:
         found = [(abs(size - count.bit_length()), size) for kind, size in self._means if kind == merged]
@@ -129,14 +154,14 @@ class Merging:
         return not self.passed and not any(self._credits.get(node, 0.0) for node in (top, *self.live))
 
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
-        rates = self._rates(top, switch_s)
-        return rates is not None and rates[0] > MARGIN * rates[1]
+        rates, margin = self._rates(top, switch_s), MARGIN if len(self.live) > 1 else MARGIN_ALONE
+        return rates is not None and rates[0] > margin * rates[1]
 
     def _rates(self, top: AdapterNode, switch_s: float) -> tuple[float, float] | None:
         """Sequences served per second: merged with both switches inside, and unmerged."""
         count = min(self.live[top], self._max_seqs)
-        merged_s = self.times.step_s(True, count)
-        unmerged_s = self.times.step_s(False, self._batch)
+        merged_s = self.times.step_s(True, count, top.size)
+        unmerged_s = self.times.step_s(False, self._batch, top.size)
         if not count or not merged_s or not unmerged_s:
             return None
         steps = float(HORIZON)
@@ -178,7 +203,7 @@ class Fixed(Merging):
     """`engine.merge = NAME`: that adapter is merged, except while others must run."""
 
     def __init__(self, max_seqs: int, starve_s: float):
-        super().__init__(max_seqs, starve_s, Times(0.0))
+        super().__init__(max_seqs, starve_s, Times(AdapterCost()))
         self.alpha = self.beta = 0.0  # it has no thresholds
         self.adapter: AdapterNode | None = None  # the version that the name stands for
 

@@ -13,19 +13,20 @@ import numpy as np
 
 from jlora.engine.batch import BatchBuilder, Launch, Lists
 from jlora.engine.built import Between
+from jlora.engine.merging import AdapterCost
 from jlora.engine.runner import Runner
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
 
 log = logging.getLogger(__name__)
 
-RANK, MODULES = 16, ("q", "k", "v", "o")  # of the adapter that is measured
+RANKS, MODULES = (16, 64), ("q", "k", "v", "o")  # of the adapters that are measured
 CONTEXT = 128  # tokens of each row's context
 ROUNDS = 7  # interleaved; the medians count
 
 
-def adapter_share(runner: Runner, layout: PoolLayout, between: Between) -> float:
-    """The share of a decode step of the largest size that one adapter of all its rows costs, at least 0.
+def adapter_cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Between) -> AdapterCost:
+    """What one adapter of all rows costs a decode step of the largest size, from adapters of two ranks.
 
     Call it when every program is compiled. Each launch runs between two steps and touches no live block: it reads
     whatever the blocks hold.
@@ -37,16 +38,23 @@ def adapter_share(runner: Runner, layout: PoolLayout, between: Between) -> float
         jax.block_until_ready(runner.forward(launch))
         return time.perf_counter() - began
 
+    ranks = [min(rank, max_rank) for rank in RANKS]
+    ranks = [rank for rank in ranks if sum(block_counts(layout, rank)) <= layout.blocks]
+    if not ranks:  # this pool has no room for such an adapter
+        return AdapterCost()
     builder = runner.builder  # the engine's thread has it
-    adapted, bare = between(lambda: (with_adapter(builder, layout, RANK), without(builder)))
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    launches = between(lambda: [without(builder), *(with_adapter(builder, layout, rank) for rank in ranks)])
+    seconds: list[list[float]] = [[] for _ in launches]
     for _ in range(ROUNDS + 1):  # in turns; the first is warm-up
-        for launch, kind in ((adapted, True), (bare, False)):
-            seconds[kind].append(between(partial(seconds_of, launch)))
-    one, other = (statistics.median(seconds[kind][1:]) for kind in (True, False))
-    share = max(0.0, 1 - other / one)
-    log.info("one adapter costs %.1f %% of a step: the most that merging can gain", 100 * share)
-    return share
+        for launch, found in zip(launches, seconds, strict=True):
+            found.append(between(partial(seconds_of, launch)))
+    base_s, *adapted_s = (statistics.median(found[1:]) for found in seconds)
+    sizes = [sum(block_counts(layout, rank)) for rank in ranks]
+    timed = list(zip(sizes, adapted_s, strict=True))
+    cost = AdapterCost.measured(base_s, timed[0], timed[-1])
+    told = ", ".join(f"{100 * cost.share_of(n):.1f} % (rank {r})" for r, n in zip(ranks, sizes, strict=True))
+    log.info("one adapter costs so much of a step, the most that merging it can gain: %s", told)
+    return cost
 
 
 def without(builder: BatchBuilder) -> Launch:
@@ -58,11 +66,15 @@ def without(builder: BatchBuilder) -> Launch:
     return launch
 
 
-def with_adapter(builder: BatchBuilder, layout: PoolLayout, ranks: int) -> Launch:
+def block_counts(layout: PoolLayout, rank: int) -> list[int]:
+    """The blocks of each projection of an adapter that is measured."""
+    return [-(-rank // layout.units[name].per_block) if name in MODULES else 0 for name in PROJECTIONS]
+
+
+def with_adapter(builder: BatchBuilder, layout: PoolLayout, rank: int) -> Launch:
     """The same with one adapter on every row."""
     launch = without(builder)
-    counts = [-(-ranks // layout.units[name].per_block) if name in MODULES else 0 for name in PROJECTIONS]
-    ends = np.cumsum([0, *counts], dtype=np.int32)
+    ends = np.cumsum([0, *block_counts(layout, rank)], dtype=np.int32)
     lists = np.zeros((2, layout.blocks), np.int32)
     lists[0, : ends[-1]] = np.arange(1, ends[-1] + 1) % layout.blocks
     fields = launch.record.fields()

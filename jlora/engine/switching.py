@@ -167,7 +167,7 @@ class Switching(Turns):
         uid, done, pieces = self.merged
         reloads, policy = self._merger.reloads, self.policy
         name, kept = (self._merged_name, self._merger.host_bytes) if done else ("", 0)
-        share, cost = done / pieces if done else 0.0, policy.times.share
+        share, cost = done / pieces if done else 0.0, policy.times.cost.share
         return MergeState(name, uid, share, self.switches, reloads, kept, cost, policy.alpha, policy.beta)
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ class MergePrograms(NamedTuple):
     take[size](at, bits, first) -> at, bits       so many of them from `first` on; the largest size comes first
     patch(w, layer, at, bits) -> w                of one of these sizes; places outside of w are no entries
     digest(w, layer) -> uint32
-    tried(w, layer, d) -> what `merge` would make of w [in, out]; lost entries, over those that may be
+    lost(w, layer, d) -> entries that a merge would lose, over those that it may
 
     most: entries that the lists have room for, on each shard
     """
@@ -57,7 +58,7 @@ class MergePrograms(NamedTuple):
     take: Mapping[int, Wrapped]
     patch: Wrapped
     digest: Wrapped
-    tried: Wrapped
+    lost: Wrapped
     most: int
 
 
@@ -65,8 +66,8 @@ class ProbePrograms(NamedTuple):
     """The programs that measure what merging loses (see `_probe`).
 
     begin(embed, tokens [T]) -> three times x [T, D]
-    layer(layers, index, factors, merged, xs) -> xs
-        factors: A [R, in] and B [R, out] of every projection; merged: what `MergePrograms.tried` makes of it
+    layer(layers, index, factors, xs) -> xs
+        factors: A [R, in] and B [R, out] of every projection, and how many times `RANKS` of them are no padding
     errors(head, norm, xs) -> squared errors of the logits of the unmerged and the merged path
         head: the embeddings, if the model ties them to it
     """
@@ -128,7 +129,7 @@ def _of_projection(spec: ModelSpec, mesh: Mesh, stacked: bool, name: str) -> Mer
         {size: on_mesh(partial(_take, size), (one, one, rep), (one, one)) for size in sizes},
         on_mesh(partial(_patch, place), (w, rep, one, one), w, donate=0),
         on_mesh(partial(_digest, place), (w, rep), rep),
-        on_mesh(partial(_tried, place), (w, rep, two), (two, rep)),
+        on_mesh(partial(_lost_share, place), (w, rep, two), rep),
         room,
     )
 
@@ -138,13 +139,11 @@ def build_probe(spec: ModelSpec, mesh: Mesh, stacked: bool) -> ProbePrograms:
     on_mesh = partial(_on_mesh, mesh)
     specs = sharding.param_specs(spec)
     layers = sharding.stacked_specs(specs)["layers"] if stacked else specs["layers"][0]
-    factors = {name: factor_specs(name) for name in PROJECTIONS}
-    merged = {name: weight_spec(name) for name in PROJECTIONS}
     rep, shard = sharding.REPLICATED, Shard("tp", mesh.shape["tp"])
-    three = (rep, rep, rep)
+    factors, three = {name: (*factor_specs(name), rep) for name in PROJECTIONS}, (rep, rep, rep)
     return ProbePrograms(
         on_mesh(lambda table, tokens: _begin(table, tokens, shard), (specs["embed"], rep), three),
-        on_mesh(partial(_probe, _Probed(spec, shard, stacked)), (layers, rep, factors, merged, three), three),
+        on_mesh(partial(_probe, _Probed(spec, shard, stacked)), (layers, rep, factors, three), three),
         on_mesh(partial(_errors, spec, shard), (specs["embed" if spec.tied else "head"], rep, three), (rep, rep)),
     )
 
@@ -201,10 +200,14 @@ def _lost(w: jax.Array, delta: jax.Array, dtype: str) -> tuple[jax.Array, jax.Ar
     return merged.astype(dtype), bits(back.astype(dtype)) != bits(w)
 
 
+def _parts(shape: tuple[int, ...], axis: int) -> int:
+    """How many equal parts of one axis an array is worked on in."""
+    return next(n for n in range(-(-prod(shape) // PART), shape[axis] + 1) if shape[axis] % n == 0)
+
+
 def _merge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array):
     """In parts of some rows: what lists the lost entries takes 16 bytes an entry."""
-    rows, columns = delta.shape
-    parts = next(n for n in range(-(-delta.size // PART), rows + 1) if rows % n == 0)
+    rows, parts = len(delta), _parts(delta.shape, 0)
     size = delta.size // parts
 
     def one(part: jax.Array, found: tuple) -> tuple:
@@ -255,9 +258,15 @@ def _digest(place: _Place, w: jax.Array, layer: jax.Array) -> jax.Array:
 # -- what merging loses ---------------------------------------------------------------------------
 
 
-def _tried(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    merged, lost = _lost(place.take(w, layer), delta, place.dtype)
-    return merged, lax.pmax(lost.sum() * jnp.float32(MOST_LOST) / lost.size, "tp")
+def _lost_share(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> jax.Array:
+    parts = _parts(delta.shape, 0)
+    rows = len(delta) // parts
+
+    def one(part: jax.Array, count: jax.Array) -> jax.Array:
+        old = place.take_rows(w, layer, part * rows, rows)
+        return count + _lost(old, lax.dynamic_slice_in_dim(delta, part * rows, rows), place.dtype)[1].sum()
+
+    return lax.pmax(lax.fori_loop(0, parts, one, jnp.int32(0)) * jnp.float32(MOST_LOST) / delta.size, "tp")
 
 
 def exactly(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -296,6 +305,33 @@ class _Beside:
         return x @ self.w + (x @ self.a) @ self.b
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Into:
+    """A weight that an adapter is merged into: x @ this is x round(W + Aᵀ B), of some columns at a time."""
+
+    w: jax.Array
+    a: jax.Array  # [R, in]
+    b: jax.Array  # [R, out]
+    tiles: jax.Array  # how many times `RANKS` are no padding
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        parts = _parts(self.w.shape, 1)
+        size = self.w.shape[1] // parts
+
+        def one(part: jax.Array) -> jax.Array:
+            w = lax.dynamic_slice_in_dim(self.w, part * size, size, axis=1)
+
+            def add(tile: jax.Array, delta: jax.Array) -> jax.Array:
+                a = lax.dynamic_slice_in_dim(self.a, tile * RANKS, RANKS)
+                return _accumulate(delta, a, lax.dynamic_slice(self.b, (tile * RANKS, part * size), (RANKS, size)))
+
+            delta = lax.fori_loop(0, self.tiles, add, jnp.zeros(w.shape, jnp.float32))
+            return x @ rounded(w.astype(jnp.float32) + delta, str(w.dtype)).astype(w.dtype)
+
+        return lax.map(one, jnp.arange(parts)).swapaxes(0, 1).reshape(len(x), -1)
+
+
 def _begin(table: jax.Array, tokens: jax.Array, shard: Shard):
     x = embed({"embed": table}, tokens, shard)
     return x.astype(jnp.float32), x, x
@@ -307,13 +343,14 @@ class _Probed(NamedTuple):
     stacked: bool
 
 
-def _probe(model: _Probed, layers: Params, index: jax.Array, factors: Mapping, merged: Mapping, xs: tuple):
+def _probe(model: _Probed, layers: Params, index: jax.Array, factors: Mapping, xs: tuple):
     """One layer three times over one short prompt: exact (float32), unmerged, merged."""
     spec, shard, stacked = model
     w = {name: lax.dynamic_index_in_dim(v, index, keepdims=False) if stacked else v for name, v in layers.items()}
     positions = jnp.arange(xs[0].shape[0], dtype=jnp.int32)
     joints = Joints(dense_attend(1), shard=shard)
-    beside = {name: _Beside(w[name], a.T, b) for name, (a, b) in factors.items()}
+    beside = {name: _Beside(w[name], a.T, b) for name, (a, b, _) in factors.items()}
+    merged = {name: _Into(w[name], *found) for name, found in factors.items()}
     exact = {name: v.astype(jnp.float32) for name, v in w.items() if name not in beside}
     exact |= {name: _Beside(*map(_Exact, (pair.w, pair.a, pair.b))) for name, pair in beside.items()}
     out = []

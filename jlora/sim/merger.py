@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jlora.engine.merging import Fixed, Merging, Times
+from jlora.engine.merging import AdapterCost, Fixed, Merging, Times
 from jlora.engine.ports import Loss, Read
 from jlora.sim.device import ModelledDevice
 from jlora.step_model import FittedSteps, StepLoad, StepModel
@@ -63,8 +63,10 @@ def policy_of(
     """The policy that `engine.merge` asks for, over adapters of so many blocks."""
     if merge != "auto":
         return Fixed(max_seqs, starve_s)
-    size = max(blocks, default=0)
-    with_one, without = (
-        StepLoad(0, TYPICAL, TYPICAL * CONTEXT, TYPICAL * CONTEXT, each, TYPICAL * each, TYPICAL) for each in (size, 0)
-    )
-    return Merging(max_seqs, starve_s, Times(1 - model.seconds(without) / model.seconds(with_one)))
+
+    def timed(size: int) -> tuple[int, float]:
+        load = StepLoad(0, TYPICAL, TYPICAL * CONTEXT, TYPICAL * CONTEXT, size, TYPICAL * size, TYPICAL)
+        return size, model.seconds(load)
+
+    few, many = min(blocks, default=0), max(blocks, default=0)
+    return Merging(max_seqs, starve_s, Times(AdapterCost.measured(timed(0)[1], timed(few), timed(many))))

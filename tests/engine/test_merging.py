@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import LEAST, MOST, PERIOD, Fixed, Merging, Times
+from jlora.engine.merging import LEAST, MOST, PERIOD, AdapterCost, Fixed, Merging, Times
 
 SWITCH_S = 0.1
 
@@ -17,7 +17,7 @@ class Bench:
 
     def __init__(self, share: float = 0.3, starve_s: float = 2.0, policy: Merging | None = None):
         self.now, self.merged = 0.0, None
-        self.policy = policy or Merging(8, starve_s, Times(share))
+        self.policy = policy or Merging(8, starve_s, Times(AdapterCost(share)))
         self.policy.times.observe(False, 8, 0.02)
         self.nodes = [AdapterNode(uid, 4) for uid in range(1, 5)]
         self.waits: list[float] = []
@@ -64,6 +64,31 @@ def test_nothing_is_merged_where_adapters_cost_a_step_nothing():
     bench.live(64)
     bench.step(500)
     assert bench.merged is None and bench.policy.alpha > 1
+
+
+def test_an_adapter_that_costs_more_than_the_one_that_was_measured_is_merged_where_that_one_is_not():
+    cost = AdapterCost.measured(0.010, (4, 0.0104), (16, 0.012))  # a gain of 4 % and of 20 %
+    assert cost.share_of(4) == pytest.approx(0.04 / 1.04) and cost.share_of(16) == pytest.approx(0.2 / 1.2)
+    for blocks, merges in ((1, False), (4, False), (16, True)):
+        bench = Bench(policy=Merging(8, 2.0, Times(cost)))
+        bench.nodes[0] = AdapterNode(1, blocks)
+        bench.live(16)
+        bench.step()
+        assert (bench.merged is bench.nodes[0]) == merges
+
+
+def test_noise_makes_no_cost_negative_and_no_larger_adapter_cheaper():
+    cost = AdapterCost.measured(0.010, (4, 0.009), (16, 0.008))
+    assert cost.share_of(1) == cost.share_of(4) == cost.share_of(64) == 0
+
+
+def test_while_others_wait_a_merge_must_gain_more():
+    """With both switches inside, 1.06 and 1.36 times as many are served in a second."""
+    for share, counts, merges in ((0.1, (16,), True), (0.1, (16, 1), False), (0.3, (16, 1), True)):
+        bench = Bench(share=share, starve_s=1000.0)
+        bench.live(*counts)
+        bench.step()
+        assert bool(bench.merged) == merges
 
 
 def test_even_requests_are_not_merged():

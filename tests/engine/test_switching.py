@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from jlora.engine import build, device
 from jlora.engine.built import Between
 from jlora.engine.merger import Merger
+from jlora.engine.merging import AdapterCost
 from jlora.engine.runner import Runner
 from jlora.engine.share import with_adapter, without
 from jlora.engine.switching import Switching
@@ -216,7 +218,7 @@ def test_auto_merges_where_adapters_are_told_to_cost_much_and_never_where_they_c
         for share in (0.0, 0.9):
             assert service.stats().merge.switches == 0
             with service.paused():
-                times.share = share
+                times.cost = AdapterCost(share)
             answers += [serve(service, requests) for _ in range(3)]
         assert service.stats().merge.switches > 0 and service.stats().merge.reloads == 0
         for got in answers[1:]:
@@ -228,7 +230,7 @@ def test_what_merging_can_gain_is_measured_when_the_last_program_is_there(
     tiny_model: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
     """On a GPU the program without adapters compiles while the server serves."""
-    measured, seen = build.adapter_share, []
+    measured, seen = build.adapter_cost, []
 
     def fill(runner: Runner, value: float) -> None:
         """Not `jnp.full`, which would compile."""
@@ -243,16 +245,16 @@ def test_what_merging_can_gain_is_measured_when_the_last_program_is_there(
         fill(runner, 0.0)
         return float(np.abs(one - other).max()) > 0.01
 
-    def share(runner: Runner, layout: PoolLayout, between: Between) -> float:
+    def cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Between) -> AdapterCost:
         seen.append(between(lambda: (runner.programs_left, runner.builder.compiled.bare, acts(runner, layout))))
-        return measured(runner, layout, between) or 0.125  # it may be noise, and 0 is what stood there
+        return replace(measured(runner, layout, max_rank, between), share=0.125)  # what is measured may be noise, and 0
 
-    monkeypatch.setattr(build, "adapter_share", share)
+    monkeypatch.setattr(build, "adapter_cost", cost)
     monkeypatch.setattr(device, "has_bare", lambda platform: True)
     with running(tiny_model, tiny_adapters, engine__merge="auto") as service:
         [(left, bare, act)] = seen
         assert act and left == 0 and bare == service.parts.runner.builder.buckets.bare
-        assert of(service).policy.times.share > 0
+        assert of(service).policy.times.cost.share == 0.125
 
 
 @pytest.mark.parametrize("where", ["begin", "measure"])

@@ -40,7 +40,7 @@ def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any
     for dtype in (jnp.float32, jnp.bfloat16, jnp.bfloat16):
         three.append(array((PROMPT, spec.width), dtype, sharding.REPLICATED))
     delta = array(spec.projection_shapes["gate"], jnp.float32, merge.weight_spec("gate"))
-    for name in ("merge", "unmerge", "tried"):
+    for name in ("merge", "unmerge", "lost"):
         yield f"{name} gate", getattr(programs["gate"], name), (layers["gate"],), (at, delta)
     lists, most = programs["gate"].take, max(programs["gate"].take)
     sizes = {"take gate": programs["gate"].most, "patch gate": most}
@@ -54,12 +54,11 @@ def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any
     pair = zip(spec.projection_shapes["gate"], merge.factor_specs("gate"), strict=True)
     some = [array((merge.RANKS, n), jnp.bfloat16, where) for n, where in pair]
     yield "accumulate gate", programs["gate"].accumulate, (delta,), tuple(some)
-    merged, factors = {}, {}
+    factors = {}
     for name in PROJECTIONS:
-        shape, where = spec.projection_shapes[name], merge.factor_specs(name)
-        merged[name] = array(shape, jnp.bfloat16, merge.weight_spec(name))
-        factors[name] = tuple(array((RANKS, n), jnp.bfloat16, p) for n, p in zip(shape, where, strict=True))
-    yield "probed layer", probes.layer, (layers,), (at, factors, merged, tuple(three))
+        pair = zip(spec.projection_shapes[name], merge.factor_specs(name), strict=True)
+        factors[name] = (*(array((RANKS, n), jnp.bfloat16, where) for n, where in pair), at)
+    yield "probed layer", probes.layer, (layers,), (at, factors, tuple(three))
     yield "probed logits", probes.errors, (params["head"], params["norm"]), (tuple(three),)
 
 

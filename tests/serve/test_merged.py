@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from jlora import cli
 from jlora.engine import build
+from jlora.engine.merging import AdapterCost
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import port
 from tests.serve._server import request, serve, wait_until
@@ -44,7 +45,7 @@ def test_every_place_says_what_is_merged(text_model: Path, capsys: pytest.Captur
 def test_what_decides_a_merge_is_told(
     text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(build, "adapter_share", lambda *_: 0.25)
+    monkeypatch.setattr(build, "adapter_cost", lambda *_: AdapterCost(0.25))
     with serve(text_model, {"engine.merge": "auto"}) as served:
         wait_until(lambda: served.stats().merge.adapters_cost == 0.25, timeout_s=60)  # every program is there
         policy = port.switching(port.engine(served.replica)).policy

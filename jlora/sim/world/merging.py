@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import Merging, Times
+from jlora.engine.merging import AdapterCost, Merging, Times
 from jlora.engine.plan import Merged, Work
 from jlora.engine.ports import Loss, Read
 from jlora.sim.world.sites import Site, Sites
@@ -106,7 +106,7 @@ class Drawn(Merging):
     """Merges what the seed draws, among adapters with requests, and takes it out soon."""
 
     def __init__(self, max_seqs: int, draw: random.Random):
-        super().__init__(max_seqs, 1.0, Times(0.0))
+        super().__init__(max_seqs, 1.0, Times(AdapterCost()))
         self._draw = draw
         self._chosen: AdapterNode | None = None
 
