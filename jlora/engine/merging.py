@@ -3,7 +3,8 @@
 A merged adapter's requests run the base's program, which is faster than the base's and an adapter's
 together. All others wait meanwhile. So an adapter is merged when its requests, all that wait or run,
 exceed `alpha` times the batch that would run in order of arrival (the ratio can exceed 1), and taken
-out below `beta`. Both follow from measured throughput with the switch's cost inside.
+out below `beta`. Both follow from measured throughput with the switch's cost inside. While nobody else asks
+for anything, nobody waits. Then an adapter is also merged if that pays within as many steps as this has lasted.
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
@@ -95,6 +96,8 @@ class Merging:
         self._starve_s = starve_s
         self._credits: dict[AdapterNode, float] = {}
         self._steps = 0
+        self._alone = 0  # steps for which nobody else has asked
+        self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
 
@@ -118,15 +121,17 @@ class Merging:
         if top is None or top.dying or top.uid in self.refused or not self.live:
             self._top = None
             return None
+        self._alone = self._alone + 1 if top is self._top and self.live.keys() == {top} else 0
         self._steps += 1
         if self._steps >= PERIOD or top is not self._top:
             if top is self._top:
                 self._tune(top, merged is not None, switch_s)
             self._steps, self._top = 0, top
         ratio = self.live[top] / self._batch
+        self._dominant = ratio > self.alpha or (merged is not None and self._dominant and ratio >= self.beta)
         if merged is not None:
-            return None if self.starving(merged, switch_s) or ratio < self.beta else merged
-        return top if ratio > self.alpha and self._eligible(top) and self._pays(top, switch_s) else None
+            return merged if self._stays(merged, switch_s) else None
+        return top if self._eligible(top) and self._pays(top, switch_s) else None
 
     def starving(self, merged: AdapterNode, switch_s: float) -> bool:
         """Whether a request has waited for so long that the merged adapter must go now."""
@@ -154,17 +159,26 @@ class Merging:
         return not self.passed and not any(self._credits.get(node, 0.0) for node in (top, *self.live))
 
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
-        rates, margin = self._rates(top, switch_s), MARGIN if len(self.live) > 1 else MARGIN_ALONE
+        if not self._dominant and not self._alone:
+            return False
+        steps = HORIZON if self._dominant else min(HORIZON, self._alone)
+        rates, margin = self._rates(top, switch_s, steps), MARGIN_ALONE if self._alone else MARGIN
         return rates is not None and rates[0] > margin * rates[1]
 
-    def _rates(self, top: AdapterNode, switch_s: float) -> tuple[float, float] | None:
-        """Sequences served per second: merged with both switches inside, and unmerged."""
+    def _stays(self, merged: AdapterNode, switch_s: float) -> bool:
+        if not self._alone:
+            return self._dominant and not self.starving(merged, switch_s)
+        rates = self._rates(merged, switch_s)
+        return rates is None or rates[0] > rates[1]
+
+    def _rates(self, top: AdapterNode, switch_s: float, most: int = HORIZON) -> tuple[float, float] | None:
+        """Sequences served per second: merged for so many steps at most, with both switches inside, and unmerged."""
         count = min(self.live[top], self._max_seqs)
         merged_s = self.times.step_s(True, count, top.size)
         unmerged_s = self.times.step_s(False, self._batch, top.size)
         if not count or not merged_s or not unmerged_s:
             return None
-        steps = float(HORIZON)
+        steps = float(most)
         if len(self.live) > 1:  # others wait, so it ends soon
             steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
         return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s

@@ -87,8 +87,48 @@ def test_while_others_wait_a_merge_must_gain_more():
     for share, counts, merges in ((0.1, (16,), True), (0.1, (16, 1), False), (0.3, (16, 1), True)):
         bench = Bench(share=share, starve_s=1000.0)
         bench.live(*counts)
-        bench.step()
+        bench.step(2)
         assert bool(bench.merged) == merges
+
+
+def test_an_adapter_that_alone_is_asked_for_is_merged_if_that_pays_within_as_many_steps_again():
+    bench = Bench(share=0.3)
+    bench.live(5)  # as many as fit into the batch: the ratio is 1
+    bench.step(20)
+    assert bench.merged is None and bench.policy.alpha == 1
+    bench.live(0, 5)  # another one: it counts anew
+    bench.step(20)
+    bench.live(5, 0)
+    bench.step(20)
+    assert bench.merged is None and bench.policy.alpha == 1
+    bench.step(PERIOD - 21)
+    assert bench.merged is bench.nodes[0]
+    bench.live(5, 1)
+    bench.step()
+    assert bench.merged is None  # it was merged because nobody waited
+    bench.step(20)
+    bench.live(5)
+    bench.step(30)
+    assert bench.merged is None  # it has not been alone for long again
+
+
+def test_an_adapter_that_alone_is_asked_for_is_taken_out_when_merged_steps_turn_out_slower():
+    bench = Bench()
+    bench.live(16)
+    bench.step()
+    bench.policy.times.observe(True, 8, 0.03)
+    bench.step()
+    assert bench.merged is None
+
+
+def test_short_requests_that_come_one_at_a_time_are_not_merged():
+    bench = Bench(share=0.3)
+    for turn in range(100):
+        bench.live(*(int(i == turn % 2) for i in range(2)))
+        bench.step(20)
+        bench.live(0, 0)
+        bench.step()
+        assert bench.merged is None
 
 
 def test_even_requests_are_not_merged():
@@ -140,7 +180,7 @@ def test_a_merge_that_would_pay_lowers_the_threshold_until_it_is_made():
 def test_merged_steps_say_how_long_the_merge_is_kept(seconds: float, beta: float):
     """`beta` falls while merged steps are fast and rises to `alpha` while they are slow; below it the adapter goes."""
     bench = Bench(starve_s=1000.0)
-    bench.live(16)
+    bench.live(16, 1)
     bench.step()
     bench.policy.times.observe(True, 8, seconds)
     bench.step(10 * PERIOD)
