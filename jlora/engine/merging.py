@@ -118,9 +118,12 @@ class Merging:
         """
         self._move_credits(now, merged)
         top = merged or self._most_asked()
-        if top is None or top.dying or top.uid in self.refused or not self.live:
+        if top is None or not self._legal(top):
             self._top = None
             return None
+        if not self.live:  # whoever asks next will probably ask for the same
+            self._dominant = False
+            return merged if self._alone >= PERIOD else None
         self._alone = self._alone + 1 if top is self._top and self.live.keys() == {top} else 0
         self._steps += 1
         if self._steps >= PERIOD or top is not self._top:
@@ -150,7 +153,7 @@ class Merging:
         return max(legal, key=lambda entry: entry[:2])[2] if legal else None
 
     def _legal(self, node: AdapterNode) -> bool:
-        return not node.dying and node.uid not in self.refused
+        return not node.dying and not node.gone and node.uid not in self.refused
 
     def _eligible(self, top: AdapterNode) -> bool:
         """Whether it has the credit to be served before others."""
@@ -225,7 +228,7 @@ class Fixed(Merging):
         """See `Merging.choose`."""
         self._move_credits(now, merged)
         node = self.adapter
-        if node is None or node.gone or node.reading or not self._legal(node):
+        if node is None or node.reading or not self._legal(node):
             return None
         if merged is not None and merged is not node:
             return None

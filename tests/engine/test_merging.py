@@ -48,6 +48,32 @@ def test_an_adapter_that_everybody_asks_for_is_merged():
     assert bench.merged is None
 
 
+def test_what_alone_was_asked_for_stays_merged_while_nobody_asks():
+    bench = Bench()
+    bench.live(16)
+    bench.step(PERIOD + 1)
+    bench.live(0)
+    bench.step(1000)
+    assert bench.merged is bench.nodes[0]
+    bench.live(1)
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+    bench.live(1, 1)
+    bench.step()
+    assert bench.merged is None
+
+
+@pytest.mark.parametrize("away", ["dying", "gone"])
+def test_what_leaves_is_taken_out_although_nobody_asks(away: str):
+    bench = Bench()
+    bench.live(16)
+    bench.step(PERIOD + 1)
+    bench.live(0)
+    setattr(bench.nodes[0], away, True)
+    bench.step()
+    assert bench.merged is None
+
+
 def test_a_long_way_out_is_no_reason_to_go_while_nobody_else_waits():
     bench = Bench()
     bench.policy.out_s = 5.0  # longer than anybody may wait
