@@ -25,6 +25,8 @@ from jlora import machine
 from jlora.loadgen.rounds import Budget, JsonLines, Round, Side, measure
 from jlora.sim.outcome import rounded
 
+STEADY = 1.1  # a machine that changes less is as fast
+
 
 def environment(study: str) -> dict[str, Any]:
     """Where and how numbers are made."""
@@ -107,6 +109,16 @@ def ratios(rows: pd.DataFrame, side: str, base: str, key: str) -> pd.Series:
     """`side` over `base`, round by round."""
     ours, theirs = (rows[rows["side"] == name].set_index("round")[key] for name in (side, base))
     return pd.Series(ours / theirs).dropna()
+
+
+def steady(rows: pd.DataFrame, *sides: str) -> pd.DataFrame:
+    """The rounds in which the machine was as fast beside all runs of these sides.
+
+    A row's `pace_s` are the seconds of the same work just before and just after the run.
+    """
+    paces = rows[rows["side"].isin(sides)].groupby("round")["pace_s"].sum()  # lists, put together
+    kept = [number for number, found in paces.items() if max(found) < STEADY * min(found)]
+    return rows[rows["round"].isin(kept)]
 
 
 def told(values: pd.Series) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.records import Study, averaged, control, median, ratios, told
+from benchmarks.records import Study, averaged, control, median, ratios, steady, told
 from benchmarks.studies.caraserve import CASES
 
 SKEW = ("off", "auto", "merged")  # sides of `skew`
@@ -282,11 +282,12 @@ def skew(study: Study) -> pd.DataFrame:
         }
         for side in SKEW[::2]:
             for what in ("mean", "p90"):
-                row[f"{side} / auto, {what}"] = averaged(ratios(rows, side, "auto", f"{what}_s"))
+                row[f"{side} / auto, {what}"] = averaged(ratios(steady(rows, side, "auto"), side, "auto", f"{what}_s"))
+        row["pairs"] = " / ".join(str(steady(rows, side, "auto")["round"].nunique()) for side in SKEW[::2])
         worst = rows.groupby("side")["others_queue_s"].max()
         row["wait s"] = " / ".join(f"{worst[side]:.2f}" for side in SKEW)
         row["switches"] = " / ".join(f"{middle.loc[side, 'switches']:.0f}" for side in SKEW[1:])
-        made.append({**row, "control": controls(rows, SKEW, "mean_s")})
+        made.append(row)
     return pd.DataFrame(made)
 
 
@@ -298,7 +299,8 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
     """
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
-    by_cell = {cell: ratios(found, "off", "auto", "mean_s") for cell, found in rows.groupby("cell", sort=False)}
+    cells = rows.groupby("cell", sort=False)
+    by_cell = {cell: ratios(steady(found, "off", "auto"), "off", "auto", "mean_s") for cell, found in cells}
     others = pd.concat([values for cell, values in by_cell.items() if cell not in switched] or [pd.Series(dtype=float)])
     host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median().to_dict()
     return {

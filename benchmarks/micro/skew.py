@@ -122,6 +122,7 @@ class Player:
         switching = replica._engine._switching
         assert switching is not None
         self._replica, self._switching, self._size, self._rank = replica, switching, size, rank
+        self._pace_s = 0.0
         seqs = SETTINGS["engine.max_seqs"]
         self.policies = {
             "off": Never(seqs, STARVE_S, Times(AdapterCost())),
@@ -131,9 +132,21 @@ class Player:
 
     def capacity(self) -> float:
         """Requests that `off` serves in a second when all of a run come at once, as many for each adapter."""
-        return self._size.requests / self.play("off", draw(self._size, 1 / ADAPTERS))["seconds"]
+        return self._size.requests / self._played("off", draw(self._size, 1 / ADAPTERS))["seconds"]
 
     def play(self, side: str, asked: Sequence[Asked]) -> Sample:
+        """One run, between two measurements of how fast the machine is."""
+        before_s = self._pace_s or self._pace()
+        sample = self._played(side, asked)
+        self._pace_s = self._pace()
+        return {**sample, "pace_s": [before_s, self._pace_s]}
+
+    def _pace(self) -> float:
+        """Seconds of a step without merging, while as many requests as have slots run."""
+        found = self._played("off", draw(self._size, 1 / ADAPTERS)[: SETTINGS["engine.max_seqs"]])
+        return found["seconds"] / found["steps"]
+
+    def _played(self, side: str, asked: Sequence[Asked]) -> Sample:
         """One run, begun and ended with no request and no switch under way."""
         replica, size = self._replica, self._size
         before = self._turn_to(side)
@@ -183,9 +196,9 @@ def _started(settings: dict[str, Any], size: Size, rank: int) -> Iterator[Player
         replica.warm().result(TIMEOUT_S)
         player = Player(replica, size, rank)
         for adapter in range(ADAPTERS):  # what merging an adapter loses is measured once, before it is first merged
-            player.play("merged", [Asked(0.0, adapter)] * size.alone)
+            player._played("merged", [Asked(0.0, adapter)] * size.alone)
         for side in player.policies:  # the first runs on a new replica are slower
-            player.play(side, draw(size, 1 / ADAPTERS))
+            player._played(side, draw(size, 1 / ADAPTERS))
         yield player
     finally:
         replica.close()

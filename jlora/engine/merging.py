@@ -15,6 +15,7 @@ every request that has waited has had a step.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jlora.cache.tree import AdapterNode
@@ -59,27 +60,36 @@ class Times:
 
     def __init__(self, cost: AdapterCost):
         self.cost = cost
-        self._means: dict[tuple[bool, int], float] = {}
+        self._means: dict[bool, dict[int, float]] = {True: {}, False: {}}  # merged -> size -> seconds
 
     def observe(self, merged: bool, count: int, seconds: float) -> None:
-        key = merged, count.bit_length()
-        known = self._means.get(key)
-        self._means[key] = seconds if known is None else known + SMOOTH * (seconds - known)
+        means, size = self._means[merged], count.bit_length()
+        known = means.get(size, seconds)
+        means[size] = known + SMOOTH * (seconds - known)
 
     def step_s(self, merged: bool, count: int, blocks: int) -> float | None:
-        """Of an adapter of so many blocks, merged or not; None if no step was seen."""
-        own = self._nearest(merged, count)
-        if own is not None:
-            return own
-        other = self._nearest(not merged, count)
-        if other is None:
-            return None
-        left = 1 - self.cost.share_of(blocks)
-        return other * left if merged else other / left
+        """Of an adapter of so many blocks, merged or not; None if no step was seen.
 
-    def _nearest(self, merged: bool, count: int) -> float | None:
-        found = [(abs(size - count.bit_length()), size) for kind, size in self._means if kind == merged]
-        return self._means[merged, min(found)[1]] if found else None
+        A step of the same size of the other kind tells more than one of another size of this kind.
+        """
+        size, own, other = count.bit_length(), self._means[merged], self._means[not merged]
+        if size in own or (own and size not in other):
+            return own[_nearest(own, size)]
+        return other[_nearest(other, size)] * self._over(merged, size, blocks) if other else None
+
+    def _over(self, merged: bool, size: int, blocks: int) -> float:
+        """A step of this kind over one of the other: as seen at the nearest size, or as measured at the start."""
+        own, other = self._means[merged], self._means[not merged]
+        both = own.keys() & other.keys()
+        if both:
+            seen = _nearest(both, size)
+            return own[seen] / other[seen]
+        left = 1 - self.cost.share_of(blocks)
+        return left if merged else 1 / left
+
+
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    return min(sizes, key=lambda each: (abs(each - size), each))
 
 
 class Merging:
@@ -117,13 +127,13 @@ class Merging:
             switch_s: seconds that a switch takes, one way.
         """
         self._move_credits(now, merged)
+        if not self.live:  # whoever asks next will probably ask for the same
+            self._dominant = False
+            return merged if merged and self._legal(merged) and self._alone >= PERIOD else None
         top = merged or self._most_asked()
         if top is None or not self._legal(top):
             self._top = None
             return None
-        if not self.live:  # whoever asks next will probably ask for the same
-            self._dominant = False
-            return merged if self._alone >= PERIOD else None
         self._alone = self._alone + 1 if top is self._top and self.live.keys() == {top} else 0
         self._steps += 1
         if self._steps >= PERIOD or top is not self._top:
@@ -164,24 +174,22 @@ class Merging:
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
         if not self._dominant and not self._alone:
             return False
-        steps = HORIZON if self._dominant else min(HORIZON, self._alone)
-        rates, margin = self._rates(top, switch_s, steps), MARGIN_ALONE if self._alone else MARGIN
+        rates, margin = self._rates(top, switch_s), MARGIN_ALONE if self._alone else MARGIN
         return rates is not None and rates[0] > margin * rates[1]
 
     def _stays(self, merged: AdapterNode, switch_s: float) -> bool:
-        if not self._alone:
-            return self._dominant and not self.starving(merged, switch_s)
-        rates = self._rates(merged, switch_s)
-        return rates is None or rates[0] > rates[1]
+        if self._alone:  # its requests run the base's program, which adapters never make faster
+            return True
+        return self._dominant and not self.starving(merged, switch_s)
 
-    def _rates(self, top: AdapterNode, switch_s: float, most: int = HORIZON) -> tuple[float, float] | None:
-        """Sequences served per second: merged for so many steps at most, with both switches inside, and unmerged."""
+    def _rates(self, top: AdapterNode, switch_s: float) -> tuple[float, float] | None:
+        """Sequences served per second: merged with both switches inside, and unmerged."""
         count = min(self.live[top], self._max_seqs)
         merged_s = self.times.step_s(True, count, top.size)
         unmerged_s = self.times.step_s(False, self._batch, top.size)
         if not count or not merged_s or not unmerged_s:
             return None
-        steps = float(most)
+        steps = float(max(self._alone, 0 if self._alone and not self._dominant else HORIZON))
         if len(self.live) > 1:  # others wait, so it ends soon
             steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
         return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s

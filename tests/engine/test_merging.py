@@ -103,6 +103,20 @@ def test_an_adapter_that_costs_more_than_the_one_that_was_measured_is_merged_whe
         assert (bench.merged is bench.nodes[0]) == merges
 
 
+def test_a_step_that_was_not_seen_follows_from_one_of_its_size_of_the_other_kind():
+    times = Times(AdapterCost(0.2))
+    assert times.step_s(True, 8, 4) is times.step_s(False, 8, 4) is None
+    for count, seconds in ((4, 0.010), (16, 0.020)):
+        times.observe(False, count, seconds)
+    assert times.step_s(True, 4, 4) == pytest.approx(0.008) and times.step_s(True, 100, 4) == pytest.approx(0.016)
+    times.observe(True, 16, 0.014)  # 0.7 times
+    assert times.step_s(True, 4, 4) == pytest.approx(0.007)  # not 0.014, which has more sequences
+    assert times.step_s(True, 16, 4) == 0.014 and times.step_s(False, 4, 4) == 0.010
+    assert times.step_s(True, 100, 4) == 0.014 and times.step_s(False, 1, 4) == 0.010
+    times.observe(True, 1, 0.006)
+    assert times.step_s(False, 1, 4) == pytest.approx(0.006 / 0.7)
+
+
 def test_noise_makes_no_cost_negative_and_no_larger_adapter_cheaper():
     cost = AdapterCost.measured(0.010, (4, 0.009), (16, 0.008))
     assert cost.share_of(1) == cost.share_of(4) == cost.share_of(64) == 0
@@ -138,16 +152,27 @@ def test_an_adapter_that_alone_is_asked_for_is_merged_if_that_pays_within_as_man
     assert bench.merged is None  # it has not been alone for long again
 
 
-def test_an_adapter_that_alone_is_asked_for_is_taken_out_when_merged_steps_turn_out_slower():
+def test_an_adapter_that_alone_is_asked_for_stays_merged_when_the_machine_becomes_slower():
     bench = Bench()
     bench.live(16)
     bench.step()
     bench.policy.times.observe(True, 8, 0.03)
-    bench.step()
-    assert bench.merged is None
+    bench.step(PERIOD)
+    assert bench.merged is bench.nodes[0]
 
 
-def test_short_requests_that_come_one_at_a_time_are_not_merged():
+def test_short_requests_for_one_adapter_that_come_one_at_a_time_are_merged_once():
+    bench, merged = Bench(share=0.3), list[bool]()
+    for _ in range(20):
+        bench.live(1)
+        bench.step(20)
+        bench.live(0)
+        bench.step()
+        merged.append(bench.merged is not None)
+    assert merged.index(True) in range(2, 5) and all(merged[merged.index(True) :])
+
+
+def test_short_requests_in_turn_for_two_adapters_are_not_merged():
     bench = Bench(share=0.3)
     for turn in range(100):
         bench.live(*(int(i == turn % 2) for i in range(2)))

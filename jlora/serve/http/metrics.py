@@ -118,9 +118,7 @@ class Snapshot:
         kept = stats.merge.host_bytes
         yield _gauge("jlora_merge_host_bytes", "Host memory that taking the adapter out of the weights needs.", kept)
         cost = stats.merge.adapters_cost
-        yield _gauge(
-            "jlora_merge_adapters_cost", "The share of a step that an adapter of rank 16 costs, as measured.", cost
-        )
+        yield _gauge("jlora_merge_adapters_cost", "The share of a step that an adapter of rank 16 costs.", cost)
         limits = GaugeMetricFamily("jlora_merge_threshold", "It merges above alpha, until below beta.", labels=("of",))
         for name in ("alpha", "beta"):
             limits.add_metric((name,), getattr(stats.merge, name))
