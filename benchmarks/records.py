@@ -116,9 +116,12 @@ def steady(rows: pd.DataFrame, *sides: str) -> pd.DataFrame:
 
     A row's `pace_s` are the seconds of the same work just before and just after the run.
     """
-    paces = rows[rows["side"].isin(sides)].groupby("round")["pace_s"].sum()  # lists, put together
-    kept = [number for number, found in paces.items() if max(found) < STEADY * min(found)]
-    return rows[rows["round"].isin(kept)]
+    kept = []
+    for number, found in rows[rows["side"].isin(sides)].groupby("round"):
+        paces = [pace for both in found["pace_s"] for pace in both]
+        if max(paces) < STEADY * min(paces):
+            kept.append(number)
+    return rows.loc[rows["round"].isin(kept)]
 
 
 def told(values: pd.Series) -> str:

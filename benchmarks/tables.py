@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -280,10 +281,15 @@ def skew(study: Study) -> pd.DataFrame:
         row |= {
             side: f"{1e3 * middle.loc[side, 'mean_s']:.1f} / {1e3 * middle.loc[side, 'p90_s']:.1f}" for side in SKEW
         }
+        pairs = []
         for side in SKEW[::2]:
+            kept = steady(rows, side, "auto")
             for what in ("mean", "p90"):
-                row[f"{side} / auto, {what}"] = averaged(ratios(steady(rows, side, "auto"), side, "auto", f"{what}_s"))
-        row["pairs"] = " / ".join(str(steady(rows, side, "auto")["round"].nunique()) for side in SKEW[::2])
+                row[f"{side} / auto, {what}"] = averaged(ratios(kept, side, "auto", f"{what}_s"))
+            found = ratios(rows, side, "auto", "mean_s")
+            row[f"{side} / auto, all"] = averaged(found)
+            pairs.append(f"{len(ratios(kept, side, 'auto', 'mean_s'))} of {len(found)}")
+        row["steady"] = " / ".join(pairs)
         worst = rows.groupby("side")["others_queue_s"].max()
         row["wait s"] = " / ".join(f"{worst[side]:.2f}" for side in SKEW)
         row["switches"] = " / ".join(f"{middle.loc[side, 'switches']:.0f}" for side in SKEW[1:])
@@ -295,19 +301,31 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
     """Where `auto` has switched and what that gained, and what its decisions cost where it has not.
 
     Returns:
-        merged: ratios by the cell's name; pairs, ratio: of all other cells; host_us: per step, more than `off`.
+        merged: `off` over `auto`, as told, by the cell's name; "" without a steady pair. pairs, ratio: of all other
+        cells. host_us: per step, more than `off`. always: means of `merged` over `auto`, where others ask and where
+        nobody else does.
     """
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
-    cells = rows.groupby("cell", sort=False)
-    by_cell = {cell: ratios(steady(found, "off", "auto"), "off", "auto", "mean_s") for cell, found in cells}
-    others = pd.concat([values for cell, values in by_cell.items() if cell not in switched] or [pd.Series(dtype=float)])
+    by_side = {
+        side: {
+            cell: ratios(steady(found, side, "auto"), side, "auto", "mean_s")
+            for cell, found in rows.groupby("cell", sort=False)
+        }
+        for side in SKEW[::2]
+    }
+    others = pd.concat([found for cell, found in by_side["off"].items() if cell not in switched] or [pd.Series()])
     host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median().to_dict()
+    always: dict[bool, list[float]] = {False: [], True: []}
+    for cell, found in by_side["merged"].items():
+        if not found.empty:
+            always[cell.endswith(", 1")].append(statistics.geometric_mean(found))
     return {
-        "merged": {cell: averaged(by_cell[cell]) for cell in by_cell if cell in switched},
+        "merged": {cell: averaged(found) for cell, found in by_side["off"].items() if cell in switched},
         "pairs": len(others),
         "ratio": averaged(others),
         "host_us": 1e6 * (host.get("auto", 0.0) - host.get("off", 0.0)),
+        "always": (always[False], always[True]),
     }
 
 

@@ -8,7 +8,9 @@ tokens; the mean divides the sums, as in section 7.1.
     auto    engine.merge = auto
     merged  something is always merged: dLoRA's merged-only inference, with its credits against starvation
 
-A side is a policy. One replica plays them in turn, because two replicas in a process differ by more than the sides.
+A side is a policy, new for each run: what `auto` has decided in one must not help it in the next. The times of the
+steps that it has seen stay. One replica plays the sides in turn, because two replicas in a process differ by more than
+the sides.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.micro.answers import TIMEOUT_S, send
+from benchmarks.records import STEADY
 from benchmarks.runner import Options
 from benchmarks.studies.merging import MergedOnly
 from jlora import config as configuration
@@ -90,7 +93,7 @@ def run(options: Options) -> None:
         for i in range(ADAPTERS):
             write_adapter(folder / _name(rank, i), size.spec, rank, i)
     facts = {"adapters": ADAPTERS, "requests": size.requests, "load": LOAD, "starve_s": STARVE_S}
-    facts |= {"prompt": size.prompt, "output": size.output, "replicas": 1}
+    facts |= {"prompt": size.prompt, "output": size.output, "steady": STEADY}
     records = options.records(f"skew-{options.dtype}", facts)
     model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
     for rank in size.ranks:
@@ -98,7 +101,7 @@ def run(options: Options) -> None:
             rate = LOAD * player.capacity()
             for hot in (hot for hot in size.hot if not options.only or f"{hot:g}" in options.only):
                 asked = draw(size, hot, rate)
-                sides = [Side(side, partial(player.play, side, asked)) for side in player.policies]
+                sides = [Side(side, partial(player.play, side, asked)) for side in player.sides]
                 records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5), alternate=True)
 
 
@@ -123,11 +126,11 @@ class Player:
         assert switching is not None
         self._replica, self._switching, self._size, self._rank = replica, switching, size, rank
         self._pace_s = 0.0
-        seqs = SETTINGS["engine.max_seqs"]
-        self.policies = {
-            "off": Never(seqs, STARVE_S, Times(AdapterCost())),
-            "auto": switching.policy,
-            "merged": MergedOnly(seqs, STARVE_S, Times(AdapterCost())),
+        seqs, times = SETTINGS["engine.max_seqs"], switching.policy.times
+        self.sides = {
+            "off": lambda: Never(seqs, STARVE_S, Times(AdapterCost())),
+            "auto": lambda: Merging(seqs, STARVE_S, times),
+            "merged": lambda: MergedOnly(seqs, STARVE_S, Times(AdapterCost())),
         }
 
     def capacity(self) -> float:
@@ -172,8 +175,8 @@ class Player:
         }
 
     def _turn_to(self, side: str) -> EngineStats:
-        """Has the replica decide as `side` does."""
-        self._replica.between_steps(lambda: setattr(self._switching, "policy", self.policies[side])).result(TIMEOUT_S)
+        """Has the replica decide as `side` does, which has decided nothing yet."""
+        self._replica.between_steps(lambda: setattr(self._switching, "policy", self.sides[side]())).result(TIMEOUT_S)
         return self._settled()
 
     def _settled(self) -> EngineStats:
@@ -197,7 +200,7 @@ def _started(settings: dict[str, Any], size: Size, rank: int) -> Iterator[Player
         player = Player(replica, size, rank)
         for adapter in range(ADAPTERS):  # what merging an adapter loses is measured once, before it is first merged
             player._played("merged", [Asked(0.0, adapter)] * size.alone)
-        for side in player.policies:  # the first runs on a new replica are slower
+        for side in player.sides:  # the first runs on a new replica are slower
             player._played(side, draw(size, 1 / ADAPTERS))
         yield player
     finally:

@@ -142,10 +142,9 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
     if merger is not None:
         merger.prepare()  # it measures: no program compiles beside it any more
     phases.end("programs")
-    priced = switching if config.engine.warmup else None
-    costs = partial(adapter_cost, runner, layout, config.adapters.max_rank)
-    opens = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
-    finish = partial(_finish, (partial(_price, priced, costs), opens))
+    cost = partial(adapter_cost, runner, layout, config.adapters.max_rank)
+    price = partial(_price, switching if config.engine.warmup else None, cost)
+    finish = partial(_finish, (price, partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)))
     if not runner.left:
         finish(lambda call: call())
     _begin_with(engine, found, host_blocks, reader, config, system.threads)

@@ -27,6 +27,7 @@ LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy 
 # By which merged throughput must exceed unmerged throughput, as estimates err: while others wait, and if nobody does.
 MARGIN, MARGIN_ALONE = 1.1, 1.05
 SMOOTH = 0.1  # share of the newest step in a mean
+AGE = 1 / 4096  # of the way back to what the start measured, each step: a few slow steps must not end merging for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +45,58 @@ class AdapterCost:
 
     @classmethod
     def measured(cls, base_s: float, small: tuple[int, float], large: tuple[int, float]) -> AdapterCost:
-        """From seconds of a step without an adapter, and with two of so many blocks; noise makes no cost negative."""
-        (few, small_s), (many, large_s) = small, large
-        block = max(0.0, large_s - small_s) / base_s / (many - few) if many > few else 0.0
-        return cls(max(0.0, 1 - base_s / small_s), few, block)
+        """From three measured steps. Noise makes no cost negative.
 
-    def share_of(self, blocks: int) -> float:
+        Args:
+            base_s: seconds of a step without an adapter.
+            small, large: blocks of an adapter, and seconds of a step with it; both may be the same.
+        """
+        few, many = small[0], large[0]
+        small_s = max(base_s, small[1])
+        block = max(0.0, large[1] - small_s) / base_s / (many - few) if many > few else 0.0
+        return cls(1 - base_s / small_s, few, block)
+
+    def share_of(self, blocks: float) -> float:
         """The share of a step that an adapter of so many blocks is."""
         added = max(0.0, self.share / (1 - self.share) + self.block * (blocks - self.blocks))
         return added / (1 + added)
 
 
+@dataclass(slots=True)
+class _Mean:
+    """Of recent steps: their seconds, and the blocks of their adapters, each counted once."""
+
+    seconds: float
+    blocks: float
+
+    def moved(self, seconds: float, blocks: float) -> None:
+        self.seconds += SMOOTH * (seconds - self.seconds)
+        self.blocks += SMOOTH * (blocks - self.blocks)
+
+
 class Times:
-    """Seconds of a step by sequences in it, merged and not; what was not seen yet follows from what was."""
+    """Seconds of a decode step by its sequences, merged and not; what was not seen yet follows from what was.
+
+    Steps of 2^n to 2^(n+1) - 1 sequences count as one size. A merged step runs the base's program, so its time does
+    not depend on the adapter.
+    """
 
     def __init__(self, cost: AdapterCost):
         self.cost = cost
-        self._means: dict[bool, dict[int, float]] = {True: {}, False: {}}  # merged -> size -> seconds
+        self._means: dict[bool, dict[int, _Mean]] = {True: {}, False: {}}  # merged -> size -> mean
 
-    def observe(self, merged: bool, count: int, seconds: float) -> None:
-        means, size = self._means[merged], count.bit_length()
-        known = means.get(size, seconds)
-        means[size] = known + SMOOTH * (seconds - known)
+    def observe(self, merged: bool, count: int, blocks: int, seconds: float) -> None:
+        """Learns from a step of `count` sequences, whose adapters have so many blocks."""
+        size, own = count.bit_length(), self._means[merged]
+        beside = self._means[not merged].get(size)
+        if size not in own:  # the first step may be a slow one
+            expected = beside.seconds * self._over(merged, size, blocks) if beside else seconds
+            own[size] = _Mean(expected, blocks)
+        own[size].moved(seconds, blocks)
+        if beside:
+            left = self._left(blocks)
+            expected = own[size].seconds * (1 / left if merged else left)
+            beside.seconds += AGE * (expected - beside.seconds)
 
     def step_s(self, merged: bool, count: int, blocks: int) -> float | None:
         """Of an adapter of so many blocks, merged or not; None if no step was seen.
@@ -74,18 +105,22 @@ class Times:
         """
         size, own, other = count.bit_length(), self._means[merged], self._means[not merged]
         if size in own or (own and size not in other):
-            return own[_nearest(own, size)]
-        return other[_nearest(other, size)] * self._over(merged, size, blocks) if other else None
+            return own[_nearest(own, size)].seconds
+        return other[_nearest(other, size)].seconds * self._over(merged, size, blocks) if other else None
 
     def _over(self, merged: bool, size: int, blocks: int) -> float:
-        """A step of this kind over one of the other: as seen at the nearest size, or as measured at the start."""
-        own, other = self._means[merged], self._means[not merged]
-        both = own.keys() & other.keys()
+        """A step of this kind over one of the other: as measured at the start, corrected by the nearest size seen."""
+        found, left = self._means, self._left(blocks)
+        both = found[True].keys() & found[False].keys()
         if both:
             seen = _nearest(both, size)
-            return own[seen] / other[seen]
-        left = 1 - self.cost.share_of(blocks)
+            bare, adapted = found[True][seen], found[False][seen]
+            left *= bare.seconds / (adapted.seconds * self._left(adapted.blocks))
         return left if merged else 1 / left
+
+    def _left(self, blocks: float) -> float:
+        """A merged step over an unmerged one with so many blocks, as measured at the start."""
+        return 1 - self.cost.share_of(blocks)
 
 
 def _nearest(sizes: Iterable[int], size: int) -> int:
@@ -105,8 +140,8 @@ class Merging:
         self._max_seqs = max_seqs
         self._starve_s = starve_s
         self._credits: dict[AdapterNode, float] = {}
-        self._steps = 0
-        self._alone = 0  # steps for which nobody else has asked
+        self._steps = 0  # since the last tuning
+        self._alone = 0  # steps since anybody else has asked
         self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
@@ -119,8 +154,13 @@ class Merging:
         if not self.live[adapter]:
             del self.live[adapter]
 
+    def ran(self) -> None:
+        """A step has ended."""
+        self._steps += 1
+        self._alone += 1
+
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
-        """The adapter to have merged from now on; called before every step.
+        """The adapter to have merged from now on; called before every step, and while nothing can run.
 
         Args:
             merged: the one that is, wholly or in part; only its requests run.
@@ -134,12 +174,13 @@ class Merging:
         if top is None or not self._legal(top):
             self._top = None
             return None
-        self._alone = self._alone + 1 if top is self._top and self.live.keys() == {top} else 0
-        self._steps += 1
-        if self._steps >= PERIOD or top is not self._top:
-            if top is self._top:
-                self._tune(top, merged is not None, switch_s)
+        if top is not self._top or not self._only(top):
+            self._alone = 0
+        if top is not self._top or (self._alone and not self._dominant):  # the thresholds do not count
             self._steps, self._top = 0, top
+        elif self._steps >= PERIOD:
+            self._tune(top, merged is not None, switch_s)
+            self._steps = 0
         ratio = self.live[top] / self._batch
         self._dominant = ratio > self.alpha or (merged is not None and self._dominant and ratio >= self.beta)
         if merged is not None:
@@ -165,38 +206,42 @@ class Merging:
     def _legal(self, node: AdapterNode) -> bool:
         return not node.dying and not node.gone and node.uid not in self.refused
 
+    def _only(self, node: AdapterNode) -> bool:
+        """Whether nobody asks for anything else."""
+        return self.live.keys() == {node}
+
     def _eligible(self, top: AdapterNode) -> bool:
         """Whether it has the credit to be served before others."""
-        if len(self.live) == 1:
+        if self._only(top):
             return True
         return not self.passed and not any(self._credits.get(node, 0.0) for node in (top, *self.live))
 
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
-        if not self._dominant and not self._alone:
+        steps = max(self._alone, HORIZON if self._dominant else 0)
+        if not steps or max(switch_s, self.out_s) >= self._starve_s:  # whoever comes next would wait for too long
             return False
-        rates, margin = self._rates(top, switch_s), MARGIN_ALONE if self._alone else MARGIN
+        rates, margin = self._rates(top, switch_s, steps), MARGIN_ALONE if self._only(top) else MARGIN
         return rates is not None and rates[0] > margin * rates[1]
 
     def _stays(self, merged: AdapterNode, switch_s: float) -> bool:
-        if self._alone:  # its requests run the base's program, which adapters never make faster
+        if self._only(merged):  # its requests run the base's program, which adapters never make faster
             return True
         return self._dominant and not self.starving(merged, switch_s)
 
-    def _rates(self, top: AdapterNode, switch_s: float) -> tuple[float, float] | None:
-        """Sequences served per second: merged with both switches inside, and unmerged."""
+    def _rates(self, top: AdapterNode, switch_s: float, steps: float) -> tuple[float, float] | None:
+        """Sequences served per second: merged for so many steps with both switches inside, and unmerged."""
         count = min(self.live[top], self._max_seqs)
         merged_s = self.times.step_s(True, count, top.size)
         unmerged_s = self.times.step_s(False, self._batch, top.size)
         if not count or not merged_s or not unmerged_s:
             return None
-        steps = float(max(self._alone, 0 if self._alone and not self._dominant else HORIZON))
         if len(self.live) > 1:  # others wait, so it ends soon
             steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
         return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s
 
     def _tune(self, top: AdapterNode, merged: bool, switch_s: float) -> None:
         """Algorithm 2, at a break point."""
-        rates = self._rates(top, switch_s)
+        rates = self._rates(top, switch_s, HORIZON)
         if rates is None:
             return
         better = rates[0] > rates[1]
@@ -215,7 +260,7 @@ class Merging:
             self._credits[merged] = self._credits.get(merged, 0.0) - passed
             for node in others:  # what one owes from its own merge must not make it wait longer
                 self._credits[node] = max(0.0, self._credits.get(node, 0.0)) + passed
-        elif merged is None:
+        else:
             for node, credit in list(self._credits.items()):
                 left = max(0.0, abs(credit) - passed)
                 if left and not node.dying:

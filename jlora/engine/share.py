@@ -38,9 +38,10 @@ def adapter_cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Bet
         jax.block_until_ready(runner.forward(launch))
         return time.perf_counter() - began
 
-    ranks = [min(rank, max_rank) for rank in RANKS]
+    ranks = sorted({min(rank, max_rank) for rank in RANKS})
     ranks = [rank for rank in ranks if sum(block_counts(layout, rank)) <= layout.blocks]
-    if not ranks:  # this pool has no room for such an adapter
+    if not ranks:
+        log.warning("engine.merge: the pool has no room to measure what an adapter costs; nothing is merged by auto")
         return AdapterCost()
     builder = runner.builder  # the engine's thread has it
     launches = between(lambda: [without(builder), *(with_adapter(builder, layout, rank) for rank in ranks)])

@@ -122,13 +122,16 @@ class Switching(Turns):
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
+        if plan.work:
+            self.policy.ran()
         waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
         if waited:
             return
         self._step_s = max(seconds, self._step_s + SMOOTH * (seconds - self._step_s))
         if plan.decode and not plan.prefill:
             self._usual_s += (SMOOTH if self._usual_s else 1.0) * (seconds - self._usual_s)
-            self.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
+            blocks = sum(node.size for node in {work.sequence.adapter for work in plan.decode})
+            self.policy.times.observe(plan.merged.whole, len(plan.decode), blocks, seconds)
 
     def advance(self) -> bool:
         """Goes on with the switch under way, for a usual step's time at most.

@@ -23,6 +23,7 @@ from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
 from jlora.engine.compiles import COMPILES
 from jlora.engine.merger import PROMPT, Base, Merger
+from jlora.engine.ports import Loss
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, llama, merge, sharding
 from jlora.pallas.ops import GROUPS
@@ -86,7 +87,10 @@ KINDS = [(dtype, tp, stacked) for dtype in ("float32", "bfloat16") for tp in (1,
 
 
 @pytest.mark.parametrize("dtype,tp,stacked", [("float32", 2, True), ("bfloat16", 1, False)])
-def test_the_weights_are_bit_identical_after_some_switches(tmp_path: Path, dtype: str, tp: int, stacked: bool):
+def test_the_weights_are_bit_identical_after_some_switches(
+    tmp_path: Path, dtype: str, tp: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(merge, "PART", 500)  # every projection has parts
     switch(World(tmp_path, dtype, tp, stacked), 5)
 
 
@@ -268,11 +272,29 @@ def test_no_step_reads_more_than_one_layer_of_an_adapter(tmp_path: Path):
 @pytest.mark.parametrize("tp,stacked", [(1, False), (2, True)])
 def test_the_error_is_that_of_the_logits(tmp_path: Path, tp: int, stacked: bool):
     world = World(tmp_path, "bfloat16", tp, stacked)
+    for name, loss in losses(world).items():
+        assert loss.error == pytest.approx(error_of(world, name), rel=0.02 if tp == 1 else 0.1)  # shards round, too
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_merge_loses_does_not_depend_on_the_parts_it_is_measured_in(
+    tmp_path: Path, tp: int, monkeypatch: pytest.MonkeyPatch
+):
+    whole = losses(World(tmp_path / "whole", "bfloat16", tp, stacked=False))
+    monkeypatch.setattr(merge, "PART", 500)
+    for name, loss in losses(World(tmp_path / "parts", "bfloat16", tp, stacked=False)).items():
+        assert loss.error == pytest.approx(whole[name].error, rel=0.02) and 0 < loss.lost == whole[name].lost
+
+
+def losses(world: World) -> dict[str, Loss]:
+    """What merging each adapter loses."""
+    found = {}
     for name in world.packed:
         world.begin(name)
         while (loss := world.merger.measure()) is None:
             pass
-        assert loss.error == pytest.approx(error_of(world, name), rel=0.02 if tp == 1 else 0.1)  # shards round, too
+        found[name] = loss
+    return found
 
 
 def error_of(world: World, name: str) -> float:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import LEAST, MOST, PERIOD, AdapterCost, Fixed, Merging, Times
+from jlora.engine.merging import AGE, LEAST, MOST, PERIOD, SMOOTH, AdapterCost, Fixed, Merging, Times
 
 SWITCH_S = 0.1
 
@@ -18,7 +18,7 @@ class Bench:
     def __init__(self, share: float = 0.3, starve_s: float = 2.0, policy: Merging | None = None):
         self.now, self.merged = 0.0, None
         self.policy = policy or Merging(8, starve_s, Times(AdapterCost(share)))
-        self.policy.times.observe(False, 8, 0.02)
+        self.saw(False, 0.02)
         self.nodes = [AdapterNode(uid, 4) for uid in range(1, 5)]
         self.waits: list[float] = []
 
@@ -29,11 +29,17 @@ class Bench:
             while self.policy.live[node] > count:
                 self.policy.left(node)
 
+    def saw(self, merged: bool, seconds: float) -> None:
+        """Many decode steps of eight sequences that took so long."""
+        for _ in range(100):
+            self.policy.times.observe(merged, 8, 4, seconds)
+
     def step(self, times: int = 1, seconds: float = 0.02) -> None:
         waited = 0.0
         for _ in range(times):
             self.now += seconds
             self.merged = self.policy.choose(self.now, self.merged, SWITCH_S)
+            self.policy.ran()
             waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
             self.waits.append(waited)
 
@@ -76,13 +82,31 @@ def test_what_leaves_is_taken_out_although_nobody_asks(away: str):
 
 def test_a_long_way_out_is_no_reason_to_go_while_nobody_else_waits():
     bench = Bench()
-    bench.policy.out_s = 5.0  # longer than anybody may wait
     bench.live(16)
+    bench.step(400)
+    bench.policy.out_s = 5.0  # longer than anybody may wait
     bench.step(400)
     assert bench.merged is bench.nodes[0] and bench.policy.live.keys() == {bench.nodes[0]}
     bench.live(16, 1)
     bench.step()
     assert bench.merged is None
+
+
+def test_nothing_is_merged_that_would_make_the_next_request_wait_for_too_long():
+    bench = Bench()
+    bench.policy.out_s = 5.0
+    bench.live(16)
+    bench.step(400)
+    assert bench.merged is None
+
+
+def test_waiting_for_an_adapter_to_come_from_the_disk_is_no_time_that_it_is_used():
+    bench = Bench()
+    bench.live(1)
+    for _ in range(1000):  # no step runs
+        bench.now += 0.002
+        assert bench.policy.choose(bench.now, None, SWITCH_S) is None
+    assert bench.policy.alpha == 1
 
 
 def test_nothing_is_merged_where_adapters_cost_a_step_nothing():
@@ -107,19 +131,58 @@ def test_a_step_that_was_not_seen_follows_from_one_of_its_size_of_the_other_kind
     times = Times(AdapterCost(0.2))
     assert times.step_s(True, 8, 4) is times.step_s(False, 8, 4) is None
     for count, seconds in ((4, 0.010), (16, 0.020)):
-        times.observe(False, count, seconds)
+        times.observe(False, count, 4, seconds)
     assert times.step_s(True, 4, 4) == pytest.approx(0.008) and times.step_s(True, 100, 4) == pytest.approx(0.016)
-    times.observe(True, 16, 0.014)  # 0.7 times
-    assert times.step_s(True, 4, 4) == pytest.approx(0.007)  # not 0.014, which has more sequences
-    assert times.step_s(True, 16, 4) == 0.014 and times.step_s(False, 4, 4) == 0.010
-    assert times.step_s(True, 100, 4) == 0.014 and times.step_s(False, 1, 4) == 0.010
-    times.observe(True, 1, 0.006)
-    assert times.step_s(False, 1, 4) == pytest.approx(0.006 / 0.7)
+    seen(times, True, 16, 0.014)  # 0.7 times
+    seen(times, False, 16, 0.020)
+    assert times.step_s(True, 4, 4) == pytest.approx(0.007, rel=0.02)  # not 0.014, which has more sequences
+    assert times.step_s(True, 16, 4) == pytest.approx(0.014, rel=0.02) and times.step_s(False, 4, 4) == 0.010
+    assert times.step_s(True, 100, 4) == pytest.approx(0.014, rel=0.02) and times.step_s(False, 1, 4) == 0.010
+    seen(times, True, 1, 0.006)
+    assert times.step_s(False, 1, 4) == pytest.approx(0.006 / 0.7, rel=0.02)
+
+
+def test_what_was_seen_of_a_small_adapter_says_what_a_large_one_gains():
+    """The small one costs half of what was measured at the start: so does the large one."""
+    cost = AdapterCost.measured(0.010, (4, 0.010 / 0.98), (64, 0.010 / 0.8))  # a gain of 2 % and of 20 %
+    times = Times(cost)
+    seen(times, False, 8, 0.0100)
+    seen(times, True, 8, 0.0099)
+    times.observe(False, 1, 64, 0.0080)
+    assert times.step_s(True, 1, 64) == pytest.approx(0.0080 * 0.8 * 0.99 / 0.98, rel=0.01)
+
+
+def test_the_first_step_may_be_a_slow_one():
+    times = Times(AdapterCost(0.2))
+    times.observe(False, 8, 4, 0.010)
+    times.observe(True, 8, 4, 0.100)
+    assert times.step_s(True, 8, 4) == pytest.approx(0.008 + SMOOTH * 0.092)
+
+
+def test_slow_steps_do_not_end_merging_for_good():
+    bench = Bench()
+    bench.saw(True, 0.05)
+    bench.live(16)
+    bench.step(10 * PERIOD)
+    assert bench.merged is None
+    for _ in range(4 * round(1 / AGE)):
+        bench.policy.times.observe(False, 8, 4, 0.02)
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+
+
+def seen(times: Times, merged: bool, count: int, seconds: float) -> None:
+    """Many steps with an adapter of four blocks."""
+    for _ in range(100):
+        times.observe(merged, count, 4, seconds)
 
 
 def test_noise_makes_no_cost_negative_and_no_larger_adapter_cheaper():
-    cost = AdapterCost.measured(0.010, (4, 0.009), (16, 0.008))
-    assert cost.share_of(1) == cost.share_of(4) == cost.share_of(64) == 0
+    for large_s in (0.008, 0.010):
+        cost = AdapterCost.measured(0.010, (4, 0.009), (16, large_s))
+        assert cost.share_of(1) == cost.share_of(4) == cost.share_of(64) == 0
+    cost = AdapterCost.measured(0.010, (4, 0.009), (16, 0.012))
+    assert cost.share_of(4) == 0 and cost.share_of(16) == pytest.approx(0.2 / 1.2)
 
 
 def test_while_others_wait_a_merge_must_gain_more():
@@ -147,7 +210,7 @@ def test_an_adapter_that_alone_is_asked_for_is_merged_if_that_pays_within_as_man
     bench.step()
     assert bench.merged is None  # it was merged because nobody waited
     bench.step(20)
-    bench.live(5)
+    bench.live(5, 0)
     bench.step(30)
     assert bench.merged is None  # it has not been alone for long again
 
@@ -156,7 +219,7 @@ def test_an_adapter_that_alone_is_asked_for_stays_merged_when_the_machine_become
     bench = Bench()
     bench.live(16)
     bench.step()
-    bench.policy.times.observe(True, 8, 0.03)
+    bench.saw(True, 0.03)
     bench.step(PERIOD)
     assert bench.merged is bench.nodes[0]
 
@@ -213,7 +276,7 @@ def test_a_dying_or_refused_adapter_is_taken_out():
 def test_a_merge_that_does_not_pay_raises_the_threshold():
     bench = Bench()
     bench.live(16)
-    bench.policy.times.observe(True, 8, 0.03)  # slower than it was told
+    bench.saw(True, 0.03)  # slower than it was told
     bench.step(1000)
     assert bench.merged is None and bench.policy.alpha > 1.4
 
@@ -233,7 +296,7 @@ def test_merged_steps_say_how_long_the_merge_is_kept(seconds: float, beta: float
     bench = Bench(starve_s=1000.0)
     bench.live(16, 1)
     bench.step()
-    bench.policy.times.observe(True, 8, seconds)
+    bench.saw(True, seconds)
     bench.step(10 * PERIOD)
     assert bench.merged is bench.nodes[0] and bench.policy.alpha == 1 and bench.policy.beta == pytest.approx(beta)
     bench.live(5, 3)
@@ -249,6 +312,18 @@ def test_a_quiet_hour_does_not_keep_a_busy_one_from_merging():
     bench.live(16)  # twice the batch
     bench.step()
     assert bench.merged is bench.nodes[0]
+
+
+def test_what_a_merge_owes_is_forgotten_while_it_is_alone():
+    bench = Bench(share=0.5)
+    bench.live(16, 1)
+    bench.step(20)  # others wait for 0.4 s
+    bench.live(16, 0)
+    bench.step(100)
+    assert bench.merged is bench.nodes[0]
+    bench.live(16, 1)
+    bench.step(200)
+    assert max(bench.waits) > 1.6  # with a limit of 2 s and a switch of 0.1 s
 
 
 @pytest.mark.parametrize("seed", range(10))

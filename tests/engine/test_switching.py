@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ import pytest
 from jlora.engine import build, device
 from jlora.engine.built import Between
 from jlora.engine.merger import Merger
-from jlora.engine.merging import AdapterCost
+from jlora.engine.merging import PERIOD, AdapterCost
 from jlora.engine.runner import Runner
-from jlora.engine.share import with_adapter, without
+from jlora.engine.share import block_counts, with_adapter, without
 from jlora.engine.switching import Switching
 from jlora.layout import PoolLayout
 from jlora.types import Request
@@ -164,6 +165,37 @@ def test_cancel_unload_and_reload_of_the_merged_adapter(
         assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
 
 
+def test_an_adapter_that_alone_was_asked_for_stays_merged_while_idle_until_another_comes_or_it_is_unloaded(
+    tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    own = [request for request in mixed() if request.adapter == "large"]
+    rest = [request for request in mixed() if request.adapter != "large"]
+
+    def alone(service: Running) -> None:
+        """Asks for the one adapter for longer than it takes to decide; the engine is then at rest."""
+        for _ in range(3 * PERIOD):
+            serve(service, own[:1])
+        time.sleep(0.1)
+        assert service.stats().merge.share == 1 and not service.built.engine.busy
+
+    with running(tiny_model, tiny_adapters, engine__merge="auto") as service:
+        with service.paused():
+            of(service).policy.times.cost = AdapterCost(0.9)
+        alone(service)
+        got = serve(service, rest)
+        assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
+        settle(service, 0.0)
+        got = serve(service, own)
+        assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in own}
+        alone(service)
+        service.unload_adapter("large")
+        assert service.stats().merge.adapter == ""
+        service.check_integrity()
+        got = serve(service, rest)
+        assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
+        assert not service.stats().merge.reloads
+
+
 @pytest.mark.parametrize("plant", [planted.left_behind, planted.taken_out_twice, planted.stale_copy, planted.lost_lost])
 def test_planted_bugs_are_found_before_anybody_else_runs(
     plant: Any, service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -247,7 +279,9 @@ def test_what_merging_can_gain_is_measured_when_the_last_program_is_there(
 
     def cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Between) -> AdapterCost:
         seen.append(between(lambda: (runner.programs_left, runner.builder.compiled.bare, acts(runner, layout))))
-        return replace(measured(runner, layout, max_rank, between), share=0.125)  # what is measured may be noise, and 0
+        found = measured(runner, layout, max_rank, between)
+        assert found.blocks == sum(block_counts(layout, 16))
+        return replace(found, share=0.125)  # what is measured may be noise, and 0
 
     monkeypatch.setattr(build, "adapter_cost", cost)
     monkeypatch.setattr(device, "has_bare", lambda platform: True)
