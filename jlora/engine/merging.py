@@ -5,6 +5,8 @@ together. All others wait meanwhile. So an adapter is merged when its requests, 
 exceed `alpha` times the batch that would run in order of arrival (the ratio can exceed 1), and taken
 out below `beta`. Both follow from measured throughput with the switch's cost inside. While nobody else asks
 for anything, nobody waits. Then an adapter is also merged if that pays within as many steps as this has lasted.
+What such merges have cost and not brought back, the next one must bring back, too: so they become rare where others
+always come soon.
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
@@ -142,6 +144,7 @@ class Merging:
         self._credits: dict[AdapterNode, float] = {}
         self._steps = 0  # since the last tuning
         self._alone = 0  # steps since anybody else has asked
+        self._owed_s = 0.0  # what merging what was alone has cost, without what merged steps have brought back
         self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
@@ -154,10 +157,17 @@ class Merging:
         if not self.live[adapter]:
             del self.live[adapter]
 
-    def ran(self) -> None:
-        """A step has ended."""
+    def begun(self, switch_s: float) -> None:
+        """A merge has begun, whose switches take so many seconds each."""
+        if not self._dominant:
+            self._owed_s += 2 * switch_s
+
+    def ran(self, merged: bool) -> None:
+        """A step has ended, with the chosen adapter wholly merged or not."""
         self._steps += 1
         self._alone += 1
+        if merged and self._top is not None:
+            self._owed_s = max(0.0, self._owed_s - self._gain_s(self._top))
 
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
         """The adapter to have merged from now on; called before every step, and while nothing can run.
@@ -220,7 +230,8 @@ class Merging:
         steps = max(self._alone, HORIZON if self._dominant else 0)
         if not steps or max(switch_s, self.out_s) >= self._starve_s:  # whoever comes next would wait for too long
             return False
-        rates, margin = self._rates(top, switch_s, steps), MARGIN_ALONE if self._only(top) else MARGIN
+        rates = self._rates(top, switch_s, steps, 0.0 if self._dominant else self._owed_s)
+        margin = MARGIN_ALONE if self._only(top) else MARGIN
         return rates is not None and rates[0] > margin * rates[1]
 
     def _stays(self, merged: AdapterNode, switch_s: float) -> bool:
@@ -228,8 +239,16 @@ class Merging:
             return True
         return self._dominant and not self.starving(merged, switch_s)
 
-    def _rates(self, top: AdapterNode, switch_s: float, steps: float) -> tuple[float, float] | None:
-        """Sequences served per second: merged for so many steps with both switches inside, and unmerged."""
+    def _gain_s(self, top: AdapterNode) -> float:
+        """Seconds by which a merged step is shorter than an unmerged one of the same sequences."""
+        count = min(self.live[top], self._max_seqs)
+        merged_s, unmerged_s = (self.times.step_s(kind, count, top.size) for kind in (True, False))
+        return max(0.0, unmerged_s - merged_s) if count and merged_s and unmerged_s else 0.0
+
+    def _rates(
+        self, top: AdapterNode, switch_s: float, steps: float, owed_s: float = 0.0
+    ) -> tuple[float, float] | None:
+        """Sequences served per second: merged for so many steps, with both switches and what is owed, and unmerged."""
         count = min(self.live[top], self._max_seqs)
         merged_s = self.times.step_s(True, count, top.size)
         unmerged_s = self.times.step_s(False, self._batch, top.size)
@@ -237,7 +256,7 @@ class Merging:
             return None
         if len(self.live) > 1:  # others wait, so it ends soon
             steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
-        return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s
+        return count * steps / (steps * merged_s + 2 * switch_s + owed_s), self._batch / unmerged_s
 
     def _tune(self, top: AdapterNode, merged: bool, switch_s: float) -> None:
         """Algorithm 2, at a break point."""

@@ -123,7 +123,7 @@ class Switching(Turns):
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
         if plan.work:
-            self.policy.ran()
+            self.policy.ran(plan.merged.whole)
         waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
         if waited:
             return
@@ -158,6 +158,7 @@ class Switching(Turns):
                 self._read(node)  # anew: what the merger has may be old
                 self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
+                self.policy.begun(merger.pieces * merger.piece_s)
             for _ in range(min(self._pieces_at_once(merger.piece_s, IN_SHARE), merger.pieces - merger.done)):
                 self.moved = True
                 merger.forward()

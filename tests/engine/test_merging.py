@@ -21,6 +21,7 @@ class Bench:
         self.saw(False, 0.02)
         self.nodes = [AdapterNode(uid, 4) for uid in range(1, 5)]
         self.waits: list[float] = []
+        self.merges = 0
 
     def live(self, *counts: int) -> None:
         for node, count in zip(self.nodes, counts, strict=False):
@@ -38,8 +39,11 @@ class Bench:
         waited = 0.0
         for _ in range(times):
             self.now += seconds
-            self.merged = self.policy.choose(self.now, self.merged, SWITCH_S)
-            self.policy.ran()
+            before, self.merged = self.merged, self.policy.choose(self.now, self.merged, SWITCH_S)
+            if self.merged and self.merged is not before:
+                self.policy.begun(SWITCH_S)
+                self.merges += 1
+            self.policy.ran(self.merged is not None)
             waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
             self.waits.append(waited)
 
@@ -233,6 +237,36 @@ def test_short_requests_for_one_adapter_that_come_one_at_a_time_are_merged_once(
         bench.step()
         merged.append(bench.merged is not None)
     assert merged.index(True) in range(2, 5) and all(merged[merged.index(True) :])
+
+
+def test_merges_that_always_end_too_early_become_rare():
+    """Another request comes just when the adapter is merged: each merge must be worth those before it, too."""
+    bench, per = Bench(share=0.3), []
+    for _ in range(4):
+        before = bench.merges
+        for _ in range(2000):
+            bench.live(5, int(bench.merged is not None))
+            bench.step()
+        per.append(bench.merges - before)
+    assert per[0] > per[1] >= per[2] >= per[3] > 0
+    cost, whole = 2 * SWITCH_S * bench.merges, 8000 * 0.02
+    assert cost < 0.03 * whole
+
+
+def test_a_merge_that_lasts_brings_back_what_others_have_cost():
+    bench = Bench(share=0.3)
+    for _ in range(1000):
+        bench.live(5, int(bench.merged is not None))
+        bench.step()
+    assert bench.merges > 2
+    bench.live(5, 0)
+    bench.step(1000)
+    bench.live(5, 1)
+    bench.step(2)
+    assert bench.merged is None
+    bench.live(5, 0)
+    bench.step(41)
+    assert bench.merged is bench.nodes[0]
 
 
 def test_short_requests_in_turn_for_two_adapters_are_not_merged():
