@@ -334,8 +334,9 @@ class MergeState:
         switches: merges begun since start.
         reloads: times that the weights were loaded anew, because taking an adapter out had left others.
         host_bytes: what taking the adapter out needs of the host.
-        adapters_cost: the share of a step that an adapter of rank 16 on q, k, v and o costs, as measured here: the
-            most that merging it can gain; 0 before it is measured.
+        adapters_cost: the share of a step that an adapter of rank 16 (or `adapters.max_rank`, if smaller) on q, k, v
+            and o costs, as measured here: the most that merging it can gain; 0 before it is measured, and in a pool
+            without room for one.
         alpha, beta: of `engine.merge=auto`, as tuned by now. An adapter may be merged when its requests exceed alpha
             times the batch in order of arrival, and is taken out below beta times that batch; 0 for other settings.
     """

@@ -259,6 +259,7 @@ def _digest(place: _Place, w: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _lost_share(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> jax.Array:
+    """Of the shard that loses most: above 1, its list has no room for them."""
     parts = _parts(delta.shape, 0)
     rows = len(delta) // parts
 
@@ -308,9 +309,9 @@ class _Beside:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Into:
-    """A weight that an adapter is merged into: x @ this is x round(W + Aᵀ B), of some columns at a time."""
+    """A weight that an adapter is merged into: x [T, in] @ this is x round(W + Aᵀ B), some columns at a time."""
 
-    w: jax.Array
+    w: jax.Array  # [in, out]
     a: jax.Array  # [R, in]
     b: jax.Array  # [R, out]
     tiles: jax.Array  # how many times `RANKS` are no padding
