@@ -398,6 +398,7 @@ def _expanded(value: Any, hint: Any) -> Any:
 
 def _checked(config: Config) -> Config:
     c, s, f, longest = config.cache, config.serve, config.cluster, config.model.max_model_len
+    merge = config.engine.merge
     rules: list[tuple[str, Any, bool, str]] = [
         ("model.max_model_len", longest, longest != 1, "0 or at least 2"),
         ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks != 1, "0 or at least 2"),
@@ -429,6 +430,12 @@ def _checked(config: Config) -> Config:
             s.otlp_endpoint,
             not s.otlp_endpoint or _is_endpoint(s.otlp_endpoint),
             "http://HOST:PORT or https://HOST:PORT",
+        ),
+        (
+            "engine.merge",
+            merge,
+            merge in ("off", "auto") or merge.lower() not in ("", "off", "auto", "true", "false"),
+            "off, auto or the name of an adapter",
         ),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),
     ]

@@ -101,6 +101,9 @@ def test_unknown_key_in_a_file_is_refused(tmp_path: Path):
         ("adapters.paths", "x"),
         ("adapters.paths", {"x": 1}),
         ("adapters.alora_missing", "maybe"),
+        ("engine.merge", "AUTO"),
+        ("engine.merge", "true"),
+        ("engine.merge", ""),
     ],
 )
 def test_bad_value_names_key_and_value(key: str, value: object):

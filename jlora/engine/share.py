@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 RANKS, MODULES = (16, 64), ("q", "k", "v", "o")  # of the adapters that are measured
 CONTEXT = 128  # tokens of each row's context
-ROUNDS = 7  # interleaved; the medians count
+ROUNDS = 7  # at least, interleaved; the medians count
+LEAST_S = 0.5  # of measuring: short steps need more rounds
 
 
 def adapter_cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Between) -> AdapterCost:
@@ -46,7 +47,7 @@ def adapter_cost(runner: Runner, layout: PoolLayout, max_rank: int, between: Bet
     builder = runner.builder  # the engine's thread has it
     launches = between(lambda: [without(builder), *(with_adapter(builder, layout, rank) for rank in ranks)])
     seconds: list[list[float]] = [[] for _ in launches]
-    for _ in range(ROUNDS + 1):  # in turns; the first is warm-up
+    while len(seconds[0]) <= ROUNDS or sum(map(sum, seconds)) < LEAST_S:  # in turns; the first is warm-up
         for launch, found in zip(launches, seconds, strict=True):
             found.append(between(partial(seconds_of, launch)))
     base_s, *adapted_s = (statistics.median(found[1:]) for found in seconds)

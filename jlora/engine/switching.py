@@ -162,6 +162,8 @@ class Switching(Turns):
             for _ in range(min(self._pieces_at_once(merger.piece_s, IN_SHARE), merger.pieces - merger.done)):
                 self.moved = True
                 merger.forward()
+            if merger.done == merger.pieces:
+                log.info("adapter %r, uid=%d, is merged", self._merged_name, node.uid)
         except MemoryError as error:  # nothing is merged, and all goes on without it
             self._forgo(node, error)
         return merger.reloads == reloads
@@ -206,7 +208,7 @@ class Switching(Turns):
                 self._merger.back()
         if self._merger.done:
             return True
-        log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
+        log.info("adapter %r, uid=%d, is taken out", self._merged_name, self._node.uid if self._node else -1)
         self._forget_old()
         return self._merger.whole() and self._merger.reloads == reloads
 
@@ -229,8 +231,9 @@ class Switching(Turns):
                 return False
             self._losses[node.uid] = loss
             refusal = _refusal(loss)
-            said = f"merging has {loss.error:.3g} times the error of not merging; {refusal or 'allowed'}"
-            log.info("adapter %s: uid=%d %s", record.name, node.uid, said)
+            level = logging.WARNING if refusal and record.name == self.name else logging.INFO
+            said = f"is never merged: {refusal}" if refusal else f"has {loss.error:.3g} times the error if it is merged"
+            log.log(level, "adapter %r, uid=%d, %s", record.name, node.uid, said)
             if refusal:
                 self._refuse(node)
                 self._target = None

@@ -180,7 +180,8 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         said += f"  {decimal(info.merge.host_bytes)} of host memory" if info.merge.adapter else ""
         merged = (("merged", said),)
     if info.merge.alpha:
-        said = f"adapters cost {100 * info.merge.adapters_cost:.1f} % of a step"
+        cost = info.merge.adapters_cost
+        said = f"adapters cost {100 * cost:.1f} % of a step" if cost else "no cost of adapters measured"
         said += f"  in above {info.merge.alpha:.2f}, out below {info.merge.beta:.2f} of the batch"
         merged += (("merging", said),)
     grid = Table.grid("name", "value", padding=(0, 2))
