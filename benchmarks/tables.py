@@ -302,8 +302,8 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
 
     Returns:
         merged: `off` over `auto`, as told, by the cell's name; "" without a steady pair. pairs, ratio: of all other
-        cells. host_us: per step, more than `off`. always: means of `merged` over `auto`, where others ask and where
-        nobody else does.
+        cells. host_us: per step, more than `off` in the same round. always: means of `merged` over `auto`, where others
+        ask and where nobody else does.
     """
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
@@ -315,7 +315,8 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
         for side in SKEW[::2]
     }
     others = pd.concat([found for cell, found in by_side["off"].items() if cell not in switched] or [pd.Series()])
-    host = rows[~rows["cell"].isin(switched)].groupby("side")["host_step_s"].median().to_dict()
+    alike = rows[~rows["cell"].isin(switched)].pivot(index=["cell", "round"], columns="side", values="host_step_s")
+    host_s = alike.reindex(columns=list(SKEW))
     always: dict[bool, list[float]] = {False: [], True: []}
     for cell, found in by_side["merged"].items():
         if not found.empty:
@@ -324,7 +325,7 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
         "merged": {cell: averaged(found) for cell, found in by_side["off"].items() if cell in switched},
         "pairs": len(others),
         "ratio": averaged(others),
-        "host_us": 1e6 * (host.get("auto", 0.0) - host.get("off", 0.0)),
+        "host_us": 1e6 * (host_s["auto"] - host_s["off"]).median(),
         "always": (always[False], always[True]),
     }
 

@@ -38,3 +38,4 @@ def test_a_page_says_how_many_pairs_were_dropped_and_what_all_of_them_say() -> N
     found = tables.merges_by_skew(study)
     assert found["merged"] == {"rank 8, 1": ""} and found["pairs"] == 1 and found["ratio"] == "1.200"
     assert found["always"] == ([0.9], [])
+    assert tables.merges_by_skew(Study({}, {}, rows[rows["cell"] == "rank 8, 1"]))["pairs"] == 0
