@@ -10,6 +10,7 @@ import pytest
 
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
+from jlora.engine.merging import AdapterCost, Merging, Times
 from jlora.engine.switching import Switching
 from tests import port
 
@@ -40,7 +41,7 @@ class Counted:
 
 def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkeypatch: pytest.MonkeyPatch):
     merger: Any = Counted()
-    policy: Any = SimpleNamespace(refused=set())
+    policy = Merging(8, 2.0, Times(AdapterCost()))
     none: Any = None
     switching = Switching(policy, merger, AdapterRegistry(), none)
     node = AdapterNode(1, 3)
@@ -59,7 +60,7 @@ def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkey
 def test_a_step_waits_for_pieces_for_half_of_its_usual_time(monkeypatch: pytest.MonkeyPatch):
     """So it ends within twice that time, with what else a switch costs it; but one piece goes on in any case."""
     merger: Any = Counted()
-    policy: Any = SimpleNamespace(refused=set())
+    policy = Merging(8, 2.0, Times(AdapterCost()))
     none: Any = None
     switching = Switching(policy, merger, AdapterRegistry(), none)
     node = AdapterNode(1, 3)
@@ -74,7 +75,7 @@ def test_a_step_waits_for_pieces_for_half_of_its_usual_time(monkeypatch: pytest.
 
 def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.MonkeyPatch):
     merger: Any = Counted()
-    policy: Any = SimpleNamespace(refused=set())
+    policy = Merging(8, 2.0, Times(AdapterCost()))
     none: Any = None
     switching = Switching(policy, merger, none, none)
     node = AdapterNode(1, 3)
