@@ -298,12 +298,12 @@ def skew(study: Study) -> pd.DataFrame:
 
 
 def merges_by_skew(study: Study) -> dict[str, Any]:
-    """Where `auto` has switched and what that gained, and what its decisions cost where it has not.
+    """Where `auto` has switched and what that gained, and what its decisions cost.
 
     Returns:
         merged: `off` over `auto`, as told, by the cell's name; "" without a steady pair. pairs, ratio: of all other
-        cells. host_us: per step, more than `off` in the same round. always: means of `merged` over `auto`, where others
-        ask and where nobody else does.
+        cells. decide_us, decide_share: of a step, the median and the largest share. always: means of `merged` over
+        `auto`, where others ask and where nobody else does.
     """
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
@@ -315,8 +315,7 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
         for side in SKEW[::2]
     }
     others = pd.concat([found for cell, found in by_side["off"].items() if cell not in switched] or [pd.Series()])
-    alike = rows[~rows["cell"].isin(switched)].pivot(index=["cell", "round"], columns="side", values="host_step_s")
-    host_s = alike.reindex(columns=list(SKEW))
+    auto = rows[rows["side"] == "auto"]
     always: dict[bool, list[float]] = {False: [], True: []}
     for cell, found in by_side["merged"].items():
         if not found.empty:
@@ -325,7 +324,8 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
         "merged": {cell: averaged(found) for cell, found in by_side["off"].items() if cell in switched},
         "pairs": len(others),
         "ratio": averaged(others),
-        "host_us": 1e6 * (host_s["auto"] - host_s["off"]).median(),
+        "decide_us": 1e6 * auto["decide_s"].median(),
+        "decide_share": (auto["decide_s"] * auto["steps"] / auto["seconds"]).max(),
         "always": (always[False], always[True]),
     }
 

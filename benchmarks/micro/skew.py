@@ -9,8 +9,9 @@ tokens; the mean divides the sums, as in section 7.1.
     merged  something is always merged: dLoRA's merged-only inference, with its credits against starvation
 
 A side is a policy, new for each run: what `auto` has decided in one must not help it in the next. The times of the
-steps that it has seen stay. One replica plays the sides in turn, because two replicas in a process differ by more than
-the sides.
+steps that it has seen stay. A new policy has no budget for a merge of what alone is asked for (`engine/merging.py`),
+so runs in which one adapter has all requests are longer. One replica plays the sides in turn, because two replicas in a
+process differ by more than the sides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from jlora.types import EngineStats, Request, SamplingParams
 
 ADAPTERS = 8
 HOT = (0.125, 0.5, 0.7, 0.9, 1.0)  # the most asked-for adapter's share of the requests
+LONGER = 4  # times as many requests if it has all of them
 LOAD = 0.8  # of what `off` serves when all requests come at once
 STARVE_S = 0.5  # `engine.merge_starve_s`: a run takes seconds
 SETTINGS = {
@@ -84,6 +86,19 @@ class Never(Merging):
         return None
 
 
+class Timed(Merging):
+    """`auto`, and the processor's seconds of its decisions."""
+
+    decided_s = 0.0
+
+    def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
+        """See `Merging.choose`."""
+        began = time.thread_time()
+        found = super().choose(now, merged, switch_s)
+        self.decided_s += time.thread_time() - began
+        return found
+
+
 def run(options: Options) -> None:
     """Every rank and skew, as many rounds as asked for (5)."""
     size = QUICK if options.quick else FULL
@@ -93,14 +108,15 @@ def run(options: Options) -> None:
         for i in range(ADAPTERS):
             write_adapter(folder / _name(rank, i), size.spec, rank, i)
     facts = {"adapters": ADAPTERS, "requests": size.requests, "load": LOAD, "starve_s": STARVE_S}
-    facts |= {"prompt": size.prompt, "output": size.output, "steady": STEADY}
+    facts |= {"prompt": size.prompt, "output": size.output, "steady": STEADY, "longer": LONGER}
     records = options.records(f"skew-{options.dtype}", facts)
     model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
     for rank in size.ranks:
         with _started({**SETTINGS, **model, **options.settings, **_paths(folder, rank)}, size, rank) as player:
             rate = LOAD * player.capacity()
             for hot in (hot for hot in size.hot if not options.only or f"{hot:g}" in options.only):
-                asked = draw(size, hot, rate)
+                requests = size.requests * (LONGER if hot == 1 else 1)
+                asked = draw(replace(size, requests=requests), hot, rate)
                 sides = [Side(side, partial(player.play, side, asked)) for side in player.sides]
                 records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5), alternate=True)
 
@@ -129,7 +145,7 @@ class Player:
         seqs, times = SETTINGS["engine.max_seqs"], switching.policy.times
         self.sides = {
             "off": lambda: Never(seqs, STARVE_S, Times(AdapterCost())),
-            "auto": lambda: Merging(seqs, STARVE_S, times),
+            "auto": lambda: Timed(seqs, STARVE_S, times),
             "merged": lambda: MergedOnly(seqs, STARVE_S, Times(AdapterCost())),
         }
 
@@ -162,16 +178,16 @@ class Player:
         after = self._settled()
         latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
         waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
-        last, steps = asked[-1].at, after.steps - before.steps
+        last, steps, policy = asked[-1].at, after.steps - before.steps, self._switching.policy
         return {
             "seconds": seconds,
             "mean_s": sum(latencies) / (size.output * len(latencies)),
             "p90_s": float(np.percentile(latencies, 90)) / size.output,
             "others_queue_s": max(waits, default=0.0),
-            "rate": size.requests / last if last else 0.0,
+            "rate": len(asked) / last if last else 0.0,
             "switches": after.merge.switches - before.merge.switches,
             "steps": steps,
-            "host_step_s": (after.host_step_s * after.steps - before.host_step_s * before.steps) / steps,
+            "decide_s": policy.decided_s / steps if isinstance(policy, Timed) else 0.0,
         }
 
     def _turn_to(self, side: str) -> EngineStats:

@@ -5,8 +5,10 @@ together. All others wait meanwhile. So an adapter is merged when its requests, 
 exceed `alpha` times the batch that would run in order of arrival (the ratio can exceed 1), and taken
 out below `beta`. Both follow from measured throughput with the switch's cost inside. While nobody else asks
 for anything, nobody waits. Then an adapter is also merged if that pays within as many steps as this has lasted.
-What such merges have cost and not brought back, the next one must bring back, too: so they become rare where others
-always come soon.
+
+Nobody knows who asks next, and estimates err. So merges are paid from a budget: `BUDGET` of the time of all steps, and
+what merged steps gain, up to the price of both switches. A merge of what alone is asked for begins when its price is
+there. One of what exceeds `alpha` has requests that wait for it: it begins unless merges before it have left a debt.
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
@@ -22,13 +24,14 @@ from dataclasses import dataclass
 
 from jlora.cache.tree import AdapterNode
 
-PERIOD = 64  # steps between two tunings
+PERIOD = 64  # steps between two tunings, and after which one adapter is taken to be all that is asked for
 HORIZON = 256  # steps that a switch is expected to serve
 DECREMENT, FACTOR = 0.1, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
 LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy one from merging
 # By which merged throughput must exceed unmerged throughput, as estimates err: while others wait, and if nobody does.
 MARGIN, MARGIN_ALONE = 1.1, 1.05
 SMOOTH = 0.1  # share of the newest step in a mean
+BUDGET = 0.02  # of the time of all steps that merging may cost if it gains nothing
 AGE = 1 / 4096  # of the way back to what the start measured, each step: a few slow steps must not end merging for good
 
 
@@ -144,7 +147,7 @@ class Merging:
         self._credits: dict[AdapterNode, float] = {}
         self._steps = 0  # since the last tuning
         self._alone = 0  # steps since anybody else has asked
-        self._owed_s = 0.0  # what merging what was alone has cost, without what merged steps have brought back
+        self._budget_s = 0.0  # that merging may still cost; below 0: a debt
         self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
@@ -159,15 +162,15 @@ class Merging:
 
     def begun(self, switch_s: float) -> None:
         """A merge has begun, whose switches take so many seconds each."""
-        if not self._dominant:
-            self._owed_s += 2 * switch_s
+        self._budget_s -= 2 * switch_s
 
-    def ran(self, merged: bool) -> None:
-        """A step has ended, with the chosen adapter wholly merged or not."""
+    def ran(self, merged: bool, seconds: float) -> None:
+        """A step has ended after so many seconds, with the chosen adapter wholly merged or not."""
         self._steps += 1
         self._alone += 1
+        self._budget_s += BUDGET * seconds
         if merged and self._top is not None:
-            self._owed_s = max(0.0, self._owed_s - self._gain_s(self._top))
+            self._budget_s += self._gain_s(self._top)
 
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
         """The adapter to have merged from now on; called before every step, and while nothing can run.
@@ -177,6 +180,7 @@ class Merging:
             switch_s: seconds that a switch takes, one way.
         """
         self._move_credits(now, merged)
+        self._budget_s = min(self._budget_s, 2 * switch_s)
         if not self.live:  # whoever asks next will probably ask for the same
             self._dominant = False
             return merged if merged and self._legal(merged) and self._alone >= PERIOD else None
@@ -227,10 +231,15 @@ class Merging:
         return not self.passed and not any(self._credits.get(node, 0.0) for node in (top, *self.live))
 
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
-        steps = max(self._alone, HORIZON if self._dominant else 0)
-        if not steps or max(switch_s, self.out_s) >= self._starve_s:  # whoever comes next would wait for too long
+        if max(switch_s, self.out_s) >= self._starve_s:  # whoever comes next would wait for too long
             return False
-        rates = self._rates(top, switch_s, steps, 0.0 if self._dominant else self._owed_s)
+        if self._dominant:
+            ready, steps = self._budget_s >= 0, max(self._alone, HORIZON)
+        else:
+            ready, steps = self._alone >= PERIOD and self._budget_s >= 2 * switch_s, self._alone
+        if not ready:
+            return False
+        rates = self._rates(top, switch_s, steps)
         margin = MARGIN_ALONE if self._only(top) else MARGIN
         return rates is not None and rates[0] > margin * rates[1]
 
@@ -240,15 +249,13 @@ class Merging:
         return self._dominant and not self.starving(merged, switch_s)
 
     def _gain_s(self, top: AdapterNode) -> float:
-        """Seconds by which a merged step is shorter than an unmerged one of the same sequences."""
-        count = min(self.live[top], self._max_seqs)
-        merged_s, unmerged_s = (self.times.step_s(kind, count, top.size) for kind in (True, False))
-        return max(0.0, unmerged_s - merged_s) if count and merged_s and unmerged_s else 0.0
+        """Seconds that a merged step saves: unmerged, its sequences would be a part of the batch. Below 0: it loses."""
+        count, batch = min(self.live[top], self._max_seqs), self._batch
+        merged_s, unmerged_s = self.times.step_s(True, count, top.size), self.times.step_s(False, batch, top.size)
+        return count / batch * unmerged_s - merged_s if count and merged_s and unmerged_s else 0.0
 
-    def _rates(
-        self, top: AdapterNode, switch_s: float, steps: float, owed_s: float = 0.0
-    ) -> tuple[float, float] | None:
-        """Sequences served per second: merged for so many steps, with both switches and what is owed, and unmerged."""
+    def _rates(self, top: AdapterNode, switch_s: float, steps: float) -> tuple[float, float] | None:
+        """Sequences served per second: merged for so many steps, with both switches, and unmerged."""
         count = min(self.live[top], self._max_seqs)
         merged_s = self.times.step_s(True, count, top.size)
         unmerged_s = self.times.step_s(False, self._batch, top.size)
@@ -256,7 +263,7 @@ class Merging:
             return None
         if len(self.live) > 1:  # others wait, so it ends soon
             steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
-        return count * steps / (steps * merged_s + 2 * switch_s + owed_s), self._batch / unmerged_s
+        return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s
 
     def _tune(self, top: AdapterNode, merged: bool, switch_s: float) -> None:
         """Algorithm 2, at a break point."""

@@ -123,7 +123,7 @@ class Switching(Turns):
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
         if plan.work:
-            self.policy.ran(plan.merged.whole)
+            self.policy.ran(plan.merged.whole, seconds)
         waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
         if waited:
             return

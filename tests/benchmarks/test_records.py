@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 
 from benchmarks import tables
 from benchmarks.records import Study, ratios, steady
@@ -23,9 +24,9 @@ def test_a_round_in_which_the_machine_changed_is_not_compared() -> None:
 
 
 def test_a_page_says_how_many_pairs_were_dropped_and_what_all_of_them_say() -> None:
-    keys = ("cell", "round", "side", "mean_s", "p90_s", "pace_s", "switches", "others_queue_s", "host_step_s")
+    keys = ("cell", "round", "side", "mean_s", "p90_s", "pace_s", "switches", "others_queue_s", "decide_s")
     rows = pd.DataFrame([
-        dict(zip(keys, (cell, number, side, mean_s, mean_s, pace_s, n, 0.1, 0.001), strict=True))
+        dict(zip(keys, (cell, number, side, mean_s, mean_s, pace_s, n, 0.1, 1e-5), strict=True), steps=100, seconds=10)
         for cell, paces in (("rank 8, 0.5", ([1.0, 1.0], [1.0, 1.2])), ("rank 8, 1", ([1.0, 1.2], [1.0, 1.2])))
         for number, pace_s in enumerate(paces)
         for side, mean_s, n in (("off", 1.2 + number, 0), ("auto", 1.0, int(cell.endswith(", 1"))), ("merged", 0.9, 1))
@@ -38,4 +39,5 @@ def test_a_page_says_how_many_pairs_were_dropped_and_what_all_of_them_say() -> N
     found = tables.merges_by_skew(study)
     assert found["merged"] == {"rank 8, 1": ""} and found["pairs"] == 1 and found["ratio"] == "1.200"
     assert found["always"] == ([0.9], [])
+    assert found["decide_us"] == pytest.approx(10) and found["decide_share"] == pytest.approx(1e-4)
     assert tables.merges_by_skew(Study({}, {}, rows[rows["cell"] == "rank 8, 1"]))["pairs"] == 0

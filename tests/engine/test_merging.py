@@ -7,9 +7,11 @@ import random
 import pytest
 
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import AGE, LEAST, MOST, PERIOD, SMOOTH, AdapterCost, Fixed, Merging, Times
+from jlora.engine.merging import AGE, BUDGET, LEAST, MOST, PERIOD, SMOOTH, AdapterCost, Fixed, Merging, Times
 
 SWITCH_S = 0.1
+PRICE_S = 2 * SWITCH_S  # of a merge
+GAIN_S = 0.3 * 0.02  # of a merged step where adapters are 0.3 of it
 
 
 class Bench:
@@ -35,6 +37,10 @@ class Bench:
         for _ in range(100):
             self.policy.times.observe(merged, 8, 4, seconds)
 
+    def saves(self) -> None:
+        """Steps have run for so long that the price of a merge is there."""
+        self.policy.ran(False, 2 * PRICE_S / BUDGET)
+
     def step(self, times: int = 1, seconds: float = 0.02) -> None:
         waited = 0.0
         for _ in range(times):
@@ -43,7 +49,7 @@ class Bench:
             if self.merged and self.merged is not before:
                 self.policy.begun(SWITCH_S)
                 self.merges += 1
-            self.policy.ran(self.merged is not None)
+            self.policy.ran(self.merged is not None, seconds)
             waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
             self.waits.append(waited)
 
@@ -200,6 +206,7 @@ def test_while_others_wait_a_merge_must_gain_more():
 
 def test_an_adapter_that_alone_is_asked_for_is_merged_if_that_pays_within_as_many_steps_again():
     bench = Bench(share=0.3)
+    bench.saves()
     bench.live(5)  # as many as fit into the batch: the ratio is 1
     bench.step(20)
     assert bench.merged is None and bench.policy.alpha == 1
@@ -208,15 +215,20 @@ def test_an_adapter_that_alone_is_asked_for_is_merged_if_that_pays_within_as_man
     bench.live(5, 0)
     bench.step(20)
     assert bench.merged is None and bench.policy.alpha == 1
-    bench.step(PERIOD - 21)
+    bench.step(PERIOD - 20)
+    assert bench.merged is None
+    bench.step()
     assert bench.merged is bench.nodes[0]
     bench.live(5, 1)
     bench.step()
     assert bench.merged is None  # it was merged because nobody waited
     bench.step(20)
+    bench.saves()
     bench.live(5, 0)
-    bench.step(30)
+    bench.step(PERIOD - 2)
     assert bench.merged is None  # it has not been alone for long again
+    bench.step(2)
+    assert bench.merged is bench.nodes[0]
 
 
 def test_an_adapter_that_alone_is_asked_for_stays_merged_when_the_machine_becomes_slower():
@@ -230,6 +242,7 @@ def test_an_adapter_that_alone_is_asked_for_stays_merged_when_the_machine_become
 
 def test_short_requests_for_one_adapter_that_come_one_at_a_time_are_merged_once():
     bench, merged = Bench(share=0.3), list[bool]()
+    bench.saves()
     for _ in range(20):
         bench.live(1)
         bench.step(20)
@@ -239,34 +252,59 @@ def test_short_requests_for_one_adapter_that_come_one_at_a_time_are_merged_once(
     assert merged.index(True) in range(2, 5) and all(merged[merged.index(True) :])
 
 
-def test_merges_that_always_end_too_early_become_rare():
-    """Another request comes just when the adapter is merged: each merge must be worth those before it, too."""
-    bench, per = Bench(share=0.3), []
-    for _ in range(4):
-        before = bench.merges
-        for _ in range(2000):
-            bench.live(5, int(bench.merged is not None))
-            bench.step()
-        per.append(bench.merges - before)
-    assert per[0] > per[1] >= per[2] >= per[3] > 0
-    cost, whole = 2 * SWITCH_S * bench.merges, 8000 * 0.02
-    assert cost < 0.03 * whole
-
-
-def test_a_merge_that_lasts_brings_back_what_others_have_cost():
-    bench = Bench(share=0.3)
-    for _ in range(1000):
+def test_merges_of_what_is_alone_that_end_too_early_cost_at_most_the_budget():
+    """Another request comes just when the adapter is merged."""
+    bench, spent = Bench(share=0.3), [0.0]
+    for _ in range(8000):
         bench.live(5, int(bench.merged is not None))
         bench.step()
-    assert bench.merges > 2
+        spent.append((PRICE_S - GAIN_S) * bench.merges)  # one step each
+        assert spent[-1] <= BUDGET * 0.02 * len(spent)
+    assert bench.merges > 10
+    assert all(after - before <= PRICE_S + 0.8 for before, after in zip(spent, spent[2000:], strict=False))
+
+
+def test_merges_of_what_others_wait_for_in_vain_cost_the_budget_and_one_price():
+    """The queue that promises a gain is gone just when the adapter is merged."""
+    bench = Bench(share=0.3, starve_s=1000.0)
+    for step in range(1, 8001):
+        bench.live(0 if bench.merged else 16, 1)
+        bench.step()
+        assert (PRICE_S - GAIN_S) * bench.merges <= PRICE_S + BUDGET * 0.02 * step
+    assert bench.merges > 10
+
+
+def test_a_merge_that_lasts_pays_for_the_next():
+    bench = Bench(share=0.3)
     bench.live(5, 0)
-    bench.step(1000)
+    bench.step(490)
+    assert bench.merged is None
+    bench.step(110)
+    assert bench.merged is bench.nodes[0]
     bench.live(5, 1)
     bench.step(2)
     assert bench.merged is None
     bench.live(5, 0)
-    bench.step(41)
+    bench.step(PERIOD + 1)
     assert bench.merged is bench.nodes[0]
+
+
+def test_merged_steps_that_lose_are_a_debt():
+    bench = Bench(share=0.3)
+    bench.saves()
+    bench.live(5)
+    bench.step(PERIOD + 1)
+    assert bench.merged is bench.nodes[0]
+    bench.saw(True, 0.03)
+    bench.step(100)  # each loses 10 ms
+    bench.live(5, 1)
+    bench.step(1)
+    bench.saw(True, 0.014)
+    bench.live(16, 1)
+    bench.step(2000)
+    assert bench.merges == 1
+    bench.step(1000)
+    assert bench.merges > 1
 
 
 def test_short_requests_in_turn_for_two_adapters_are_not_merged():
