@@ -307,6 +307,34 @@ def test_merged_steps_that_lose_are_a_debt():
     assert bench.merges > 1
 
 
+def test_merged_steps_that_serve_fewer_than_the_batch_would_are_a_debt():
+    bench = Bench(share=0.3, starve_s=1000.0)
+    bench.policy.alpha = 0.5
+    bench.live(7, 1)
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+    bench.saw(True, 0.019)  # an eighth waits: each loses 1.5 ms, although an unmerged step takes longer
+    bench.step(PERIOD - 2)
+    assert bench.merged is bench.nodes[0]
+    bench.saw(True, 0.014)
+    bench.live(0, 1)
+    bench.step()
+    bench.live(16, 1)
+    bench.step(600)
+    assert bench.merges == 1
+    bench.step(100)
+    assert bench.merges == 2
+
+
+def test_a_queue_keeps_nothing_from_being_merged_that_pays_alone():
+    bench = Bench(share=0.08)
+    bench.live(16)
+    bench.step(300)
+    assert bench.merged is None
+    bench.step(20)  # within as many steps it pays, within 256 it does not
+    assert bench.merged is bench.nodes[0]
+
+
 def test_short_requests_in_turn_for_two_adapters_are_not_merged():
     bench = Bench(share=0.3)
     for turn in range(100):
