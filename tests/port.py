@@ -34,7 +34,7 @@ from jlora.engine.host_lora import HostLora
 from jlora.engine.local import LocalReplica
 from jlora.engine.merger import Merger
 from jlora.engine.plan import Sequence
-from jlora.engine.ports import Parts
+from jlora.engine.ports import Loss, Parts
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.shelf import Shelf
@@ -257,6 +257,16 @@ def take_for_measured(switching: Switching, node: AdapterNode, patch: pytest.Mon
     switching._node = switching._target = node
     patch.setattr(switching, "_read", lambda node: None)
     patch.setattr(switching, "_measured", lambda node: True)
+
+
+def measured_loss(switching: Switching, node: AdapterNode) -> None:
+    """As after a measurement that has found no loss."""
+    switching._losses[node.uid] = Loss(1.0, 0.0)
+
+
+def name_merged(switching: Switching, node: AdapterNode) -> None:
+    """The merger knows where this adapter's factors are."""
+    switching._node = node
 
 
 def merges(merger: Merger) -> Seam:

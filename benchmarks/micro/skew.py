@@ -174,11 +174,12 @@ class Player:
             time.sleep(max(0.0, began + each.at - time.monotonic()))
             answers.append(send(replica, _request(size, f"skew-{i}", _name(self._rank, each.adapter), i)))
         timings = [answer.end() for answer in answers]
-        seconds = time.monotonic() - began
+        seconds, policy = time.monotonic() - began, self._switching.policy
+        decided_s = policy.decided_s if isinstance(policy, Timed) else 0.0
         after = self._settled()
         latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
         waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
-        last, steps, policy = asked[-1].at, after.steps - before.steps, self._switching.policy
+        last, steps = asked[-1].at, after.steps - before.steps
         return {
             "seconds": seconds,
             "mean_s": sum(latencies) / (size.output * len(latencies)),
@@ -187,7 +188,7 @@ class Player:
             "rate": len(asked) / last if last else 0.0,
             "switches": after.merge.switches - before.merge.switches,
             "steps": steps,
-            "decide_s": policy.decided_s / steps if isinstance(policy, Timed) else 0.0,
+            "decide_s": decided_s / steps,
         }
 
     def _turn_to(self, side: str) -> EngineStats:

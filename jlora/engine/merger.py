@@ -128,6 +128,7 @@ class Merger:
             cost.call_s = max(0.0, longer - into) / max(1, most - 1)
             cost.into_s, cost.out_s = into - cost.call_s, out - cost.call_s
             cost.patch_s = sum(map(self._patch_s, GROUPS[group]))
+        self._begin_zero(1)  # what a merge takes before an adapter is named
         self.forget()
 
     def _begin_zero(self, calls: int) -> None:

@@ -4,11 +4,12 @@ A merged adapter's requests run the base's program, which is faster than the bas
 together. All others wait meanwhile. So an adapter is merged when its requests, all that wait or run,
 exceed `alpha` times the batch that would run in order of arrival (the ratio can exceed 1), and taken
 out below `beta`. Both follow from measured throughput with the switch's cost inside. While nobody else asks
-for anything, nobody waits. Then an adapter is also merged if that pays within as many steps as this has lasted.
+for anything, nobody waits. Then an adapter is also merged, after `PERIOD` such steps, if it pays within as many again.
 
-Nobody knows who asks next, and estimates err. So merges are paid from a budget: `BUDGET` of the time of all steps, and
-what merged steps gain, up to the price of both switches. A merge of what alone is asked for begins when its price is
-there. One of what exceeds `alpha` has requests that wait for it: it begins unless merges before it have left a debt.
+Nobody knows who asks next, and estimates err. So merges are paid from a budget of latency, summed over all requests:
+`BUDGET` of it, and what merged steps gain, less what those lose that wait meanwhile. The price of a merge is both
+switches. A merge of what alone is asked for begins when its price is there. One of what exceeds `alpha` has requests
+that wait for it: it begins unless merges before it have left a debt.
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
@@ -31,7 +32,7 @@ LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy 
 # By which merged throughput must exceed unmerged throughput, as estimates err: while others wait, and if nobody does.
 MARGIN, MARGIN_ALONE = 1.1, 1.05
 SMOOTH = 0.1  # share of the newest step in a mean
-BUDGET = 0.02  # of the time of all steps that merging may cost if it gains nothing
+BUDGET = 0.02  # of latency that merging may cost if it gains nothing
 AGE = 1 / 4096  # of the way back to what the start measured, each step: a few slow steps must not end merging for good
 
 
@@ -147,7 +148,7 @@ class Merging:
         self._credits: dict[AdapterNode, float] = {}
         self._steps = 0  # since the last tuning
         self._alone = 0  # steps since anybody else has asked
-        self._budget_s = 0.0  # that merging may still cost; below 0: a debt
+        self._budget_s = 0.0  # that merging may still cost, summed over the requests; below 0: a debt
         self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
@@ -162,15 +163,15 @@ class Merging:
 
     def begun(self, switch_s: float) -> None:
         """A merge has begun, whose switches take so many seconds each."""
-        self._budget_s -= 2 * switch_s
+        self._budget_s -= self._price_s(switch_s)
 
-    def ran(self, merged: bool, seconds: float) -> None:
-        """A step has ended after so many seconds, with the chosen adapter wholly merged or not."""
+    def ran(self, share: float, seconds: float) -> None:
+        """A step has ended after so many seconds, with this share of the chosen adapter merged."""
         self._steps += 1
         self._alone += 1
-        self._budget_s += BUDGET * seconds
-        if merged and self._top is not None:
-            self._budget_s += self._gain_s(self._top)
+        self._budget_s += BUDGET * seconds * self.live.total()
+        if share and self._top is not None:
+            self._budget_s += self._gain_s(self._top, share) * self.live.total()
 
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
         """The adapter to have merged from now on; called before every step, and while nothing can run.
@@ -180,7 +181,7 @@ class Merging:
             switch_s: seconds that a switch takes, one way.
         """
         self._move_credits(now, merged)
-        self._budget_s = min(self._budget_s, 2 * switch_s)
+        self._budget_s = min(self._budget_s, 2 * switch_s * self._max_seqs)
         if not self.live:  # whoever asks next will probably ask for the same
             self._dominant = False
             return merged if merged and self._legal(merged) and self._alone >= PERIOD else None
@@ -236,7 +237,7 @@ class Merging:
         if self._dominant:
             ready, steps = self._budget_s >= 0, max(self._alone, HORIZON)
         else:
-            ready, steps = self._alone >= PERIOD and self._budget_s >= 2 * switch_s, self._alone
+            ready, steps = self._alone >= PERIOD and self._budget_s >= self._price_s(switch_s), self._alone
         if not ready:
             return False
         rates = self._rates(top, switch_s, steps)
@@ -248,11 +249,22 @@ class Merging:
             return True
         return self._dominant and not self.starving(merged, switch_s)
 
-    def _gain_s(self, top: AdapterNode) -> float:
-        """Seconds that a merged step saves: unmerged, its sequences would be a part of the batch. Below 0: it loses."""
+    def _price_s(self, switch_s: float) -> float:
+        """Of a merge: both switches, for every request."""
+        return 2 * switch_s * self.live.total()
+
+    def _gain_s(self, top: AdapterNode, share: float) -> float:
+        """Seconds that a step saves if such a share is merged: its sequences are a part of the batch. Below 0: a loss.
+
+        Alone they lose nothing, as they run the base's program: what seems so is a machine that became slower.
+        """
         count, batch = min(self.live[top], self._max_seqs), self._batch
-        merged_s, unmerged_s = self.times.step_s(True, count, top.size), self.times.step_s(False, batch, top.size)
-        return count / batch * unmerged_s - merged_s if count and merged_s and unmerged_s else 0.0
+        merged_s, own_s = (self.times.step_s(kind, count, top.size) for kind in (True, False))
+        batch_s = self.times.step_s(False, batch, top.size)
+        if not (count and merged_s and own_s and batch_s):
+            return 0.0
+        gain_s = count / batch * batch_s - share * merged_s - (1 - share) * own_s
+        return max(0.0, gain_s) if self._only(top) else gain_s
 
     def _rates(self, top: AdapterNode, switch_s: float, steps: float) -> tuple[float, float] | None:
         """Sequences served per second: merged for so many steps, with both switches, and unmerged."""

@@ -228,6 +228,10 @@ class Merged(NamedTuple):
     def whole(self) -> bool:
         return self.done == self.pieces > 0
 
+    @property
+    def share(self) -> float:
+        return self.done / self.pieces if self.done else 0.0
+
     def acts(self, work: Work) -> bool:
         """Whether an adapter acts on the work beside the weights."""
         return work.adapted and not (work.sequence.adapter.uid == self.uid and self.whole)

@@ -51,6 +51,7 @@ class Switching(Turns):
         self._seen = NOTHING  # of the last step that was observed
         self._live: set[Sequence] = set()
         self._passed: set[Sequence] = set()
+        self._leaving = False  # what is merged is being taken out: that goes on to its end
         self._in_vain: AdapterNode | None = None  # it was merged, but no request of it has got blocks since
 
     # -- what the scheduler asks ------------------------------------------------------------
@@ -102,7 +103,6 @@ class Switching(Turns):
     def decide(self, now: float) -> None:
         """Lets the policy choose. Called before every step, and while nothing runs."""
         merger = self._merger
-        switch_s = merger.pieces * merger.piece_s
         pieces = merger.done or merger.pieces
         steps = -(-pieces // self._pieces_at_once(merger.back_s))
         self.policy.out_s = pieces * merger.back_s + (steps + 1) * self._step_s
@@ -111,11 +111,11 @@ class Switching(Turns):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
         merged = self._node if merger.done else None
-        target, vain = self.policy.choose(now, merged, switch_s), self._in_vain
+        target, vain = self.policy.choose(now, merged, self._switch_s), self._in_vain
         if vain is not None and (self._leased(vain) or not self.policy.live[vain]):
             vain = self._in_vain = None
         others = self.policy.live.keys() - {target}
-        self._target = None if others and target is vain else target
+        self._target = None if self._leaving or (others and target is vain) else target
         if self._node not in (None, self._target) and not merger.done and not self.policy.live[self._node]:
             merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
@@ -123,7 +123,7 @@ class Switching(Turns):
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
         if plan.work:
-            self.policy.ran(plan.merged.whole, seconds)
+            self.policy.ran(plan.merged.share, seconds)
         waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
         if waited:
             return
@@ -158,7 +158,7 @@ class Switching(Turns):
                 self._read(node)  # anew: what the merger has may be old
                 self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
-                self.policy.begun(merger.pieces * merger.piece_s)
+                self.policy.begun(self._switch_s)
             for _ in range(min(self._pieces_at_once(merger.piece_s, IN_SHARE), merger.pieces - merger.done)):
                 self.moved = True
                 merger.forward()
@@ -170,11 +170,10 @@ class Switching(Turns):
 
     def state(self) -> MergeState:
         """What is merged now, and what decides it."""
-        uid, done, pieces = self.merged
-        reloads, policy = self._merger.reloads, self.policy
-        name, kept = (self._merged_name, self._merger.host_bytes) if done else ("", 0)
-        share, cost = done / pieces if done else 0.0, policy.times.cost.share
-        return MergeState(name, uid, share, self.switches, reloads, kept, cost, policy.alpha, policy.beta)
+        merged, reloads, policy = self.merged, self._merger.reloads, self.policy
+        name, kept = (self._merged_name, self._merger.host_bytes) if merged.done else ("", 0)
+        cost = policy.times.cost.share
+        return MergeState(name, merged.uid, merged.share, self.switches, reloads, kept, cost, policy.alpha, policy.beta)
 
     def check(self) -> None:
         """Raises AssertionError if the weights are not what `merged` says. Reads all of them; see `Merger.audit`."""
@@ -194,6 +193,11 @@ class Switching(Turns):
 
     # -- inside -----------------------------------------------------------------------------
 
+    @property
+    def _switch_s(self) -> float:
+        """The mean of merging the adapter that was named last, and of taking it out."""
+        return self._merger.pieces * (self._merger.piece_s + self._merger.back_s) / 2
+
     def _leased(self, node: AdapterNode | None) -> bool:
         """Whether a request of this adapter holds blocks."""
         return any(s.adapter is node and s.lease is not None for s in self._live)
@@ -202,12 +206,13 @@ class Switching(Turns):
         return max(1, int((share * self._usual_s or IDLE_S) / max(each_s, 1e-6)))
 
     def _take_out(self) -> bool:
-        reloads, self.moved = self._merger.reloads, True
+        reloads, self.moved, self._leaving = self._merger.reloads, True, True
         with contextlib.suppress(MemoryError):  # then everything is taken out
             for _ in range(min(self._pieces_at_once(self._merger.back_s), self._merger.done)):
                 self._merger.back()
         if self._merger.done:
             return True
+        self._leaving = False
         log.info("adapter %r, uid=%d, is taken out", self._merged_name, self._node.uid if self._node else -1)
         self._forget_old()
         return self._merger.whole() and self._merger.reloads == reloads
@@ -224,6 +229,7 @@ class Switching(Turns):
             return False
         if node is not self._node:
             self._read(node)
+            return False  # its price is known now: the policy decides again
         if node.uid not in self._losses:
             self.moved = True
             loss = self._merger.measure()

@@ -12,8 +12,7 @@ from jlora.sim.scenario import Work
     ("costs", "hot", "gains"), [("paper", 1.0, True), ("paper", 0.125, False), ("ours", 1.0, False)]
 )
 def test_auto_merges_only_where_it_gains(costs: str, hot: float, gains: bool):
-    seconds = 20 if gains else 4  # the price of a merge is there after 9
-    work = Work.of(trace(20, hot, seconds), [RANK] * ADAPTERS, CARD)
+    work = Work.of(trace(20, hot, 20), [RANK] * ADAPTERS, CARD)
     unmerged, auto = (measured(costs, side, work) for side in ("unmerged", "auto"))
     assert auto["unfinished"] == unmerged["unfinished"] == 0
     if gains:

@@ -38,8 +38,10 @@ class Bench:
             self.policy.times.observe(merged, 8, 4, seconds)
 
     def saves(self) -> None:
-        """Steps have run for so long that the price of a merge is there."""
-        self.policy.ran(False, 2 * PRICE_S / BUDGET)
+        """Steps of one request have run for so long that the price of a merge for eight is there."""
+        self.policy.joined(self.nodes[0])
+        self.policy.ran(0.0, 8 * PRICE_S / BUDGET)
+        self.policy.left(self.nodes[0])
 
     def step(self, times: int = 1, seconds: float = 0.02) -> None:
         waited = 0.0
@@ -49,7 +51,7 @@ class Bench:
             if self.merged and self.merged is not before:
                 self.policy.begun(SWITCH_S)
                 self.merges += 1
-            self.policy.ran(self.merged is not None, seconds)
+            self.policy.ran(float(self.merged is not None), seconds)
             waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
             self.waits.append(waited)
 
@@ -289,22 +291,40 @@ def test_a_merge_that_lasts_pays_for_the_next():
     assert bench.merged is bench.nodes[0]
 
 
-def test_merged_steps_that_lose_are_a_debt():
+def test_a_machine_that_becomes_slower_while_nobody_waits_leaves_no_debt():
     bench = Bench(share=0.3)
     bench.saves()
     bench.live(5)
     bench.step(PERIOD + 1)
     assert bench.merged is bench.nodes[0]
-    bench.saw(True, 0.03)
-    bench.step(100)  # each loses 10 ms
+    bench.saw(True, 0.1)
+    bench.step(1000)
     bench.live(5, 1)
     bench.step(1)
     bench.saw(True, 0.014)
     bench.live(16, 1)
-    bench.step(2000)
-    assert bench.merges == 1
-    bench.step(1000)
-    assert bench.merges > 1
+    bench.step(20)
+    assert bench.merges == 2
+
+
+def test_those_who_wait_for_a_switch_are_counted():
+    """While an eighth waits, a step loses at the beginning of a switch, and gains at its end."""
+
+    def steps(share: float) -> int:
+        """Until it merges again after ten steps with this share merged."""
+        bench = Bench(share=0.3)
+        bench.policy.alpha = 0.5
+        bench.live(7, 1)
+        bench.step()
+        for _ in range(10):
+            bench.policy.ran(share, 0.02)
+        bench.live(0, 1)
+        while bench.merges == 1:
+            bench.step()
+            bench.live(16)
+        return len(bench.waits)
+
+    assert steps(0.1) > steps(0.0) > steps(0.5) > steps(1.0)
 
 
 def test_merged_steps_that_serve_fewer_than_the_batch_would_are_a_debt():
@@ -320,9 +340,9 @@ def test_merged_steps_that_serve_fewer_than_the_batch_would_are_a_debt():
     bench.live(0, 1)
     bench.step()
     bench.live(16, 1)
-    bench.step(600)
+    bench.step(280)
     assert bench.merges == 1
-    bench.step(100)
+    bench.step(80)
     assert bench.merges == 2
 
 

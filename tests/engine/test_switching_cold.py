@@ -101,3 +101,49 @@ def test_a_measurement_for_which_nobody_asks_any_more_gives_its_memory_back(
     switching.decide(0.0)
     switching.decide(0.1)
     assert merger.forgotten == forgotten
+
+
+def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_merged(monkeypatch: pytest.MonkeyPatch):
+    """Else each request of another that is cancelled would cost pieces that no budget has paid."""
+    merger: Any = Counted()
+    node, none = AdapterNode(1, 3), cast(Any, None)
+    node.host = (4, 5, 6)
+    chosen, prices = [node], list[float]()
+    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: 1}), choose=lambda *_: chosen[-1])
+    policy.begun = prices.append
+    switching = Switching(policy, merger, AdapterRegistry(), none)
+    port.take_for_measured(switching, node, monkeypatch)
+    assert port.advance(switching, 0.82) and merger.done == 4
+    chosen.append(none)
+    switching.decide(0.0)
+    assert port.advance(switching, 0.1) and merger.done == 3
+    chosen.append(node)
+    for left in (2, 1, 0):
+        switching.decide(0.1)
+        assert switching.busy and port.advance(switching, 0.1) and merger.done == left
+    assert len(prices) == 1
+    switching.decide(0.2)
+    assert port.advance(switching, 0.82) and merger.done == 4
+    assert prices == pytest.approx([0.4, 0.4])
+
+
+def test_the_policy_decides_again_once_the_price_of_an_adapter_is_known(monkeypatch: pytest.MonkeyPatch):
+    merger: Any = Counted()
+    node, none = AdapterNode(1, 3), cast(Any, None)
+    node.host = (4, 5, 6)
+    seen = list[float]()
+    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: 1}), begun=seen.append)
+    policy.choose = lambda now, merged, switch_s: seen.append(switch_s) or (node if switch_s < 1 else None)
+    registry: Any = SimpleNamespace(live=lambda uid: SimpleNamespace(alora_invocation_tokens=()))
+    switching = Switching(policy, merger, registry, none)
+    port.measured_loss(switching, node)
+
+    def read(node: AdapterNode) -> None:
+        port.name_merged(switching, node)
+        merger.piece_s = merger.back_s = 0.5
+
+    monkeypatch.setattr(switching, "_read", read)
+    for _ in range(3):
+        switching.decide(0.0)
+        assert port.advance(switching, 0.82) and merger.done == 0
+    assert seen == pytest.approx([0.4, 2.0, 2.0])
