@@ -127,22 +127,23 @@ def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_mer
     assert prices == pytest.approx([0.4, 0.4])
 
 
-def test_the_policy_decides_again_once_the_price_of_an_adapter_is_known(monkeypatch: pytest.MonkeyPatch):
+def test_the_policy_decides_again_once_the_price_of_an_adapter_is_known():
     merger: Any = Counted()
-    node, none = AdapterNode(1, 3), cast(Any, None)
+    node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     seen = list[float]()
     policy: Any = SimpleNamespace(refused=set(), live=Counter({node: 1}), begun=seen.append)
     policy.choose = lambda now, merged, switch_s: seen.append(switch_s) or (node if switch_s < 1 else None)
-    registry: Any = SimpleNamespace(live=lambda uid: SimpleNamespace(alora_invocation_tokens=()))
-    switching = Switching(policy, merger, registry, none)
+    record = SimpleNamespace(projections=(), name="chat", alora_invocation_tokens=())
+    registry: Any = SimpleNamespace(live=lambda uid: record, by_uid=lambda uid: record)
+    swapper: Any = SimpleNamespace(read=None)
+    switching = Switching(policy, merger, registry, swapper)
     port.measured_loss(switching, node)
 
-    def read(node: AdapterNode) -> None:
-        port.name_merged(switching, node)
+    def begin(*factors: object) -> None:
         merger.piece_s = merger.back_s = 0.5
 
-    monkeypatch.setattr(switching, "_read", read)
+    merger.begin = begin
     for _ in range(3):
         switching.decide(0.0)
         assert port.advance(switching, 0.82) and merger.done == 0
