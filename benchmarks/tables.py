@@ -303,7 +303,7 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
     Returns:
         merged: `off` over `auto`, as told, by the cell's name; "" without a steady pair. pairs, ratio: of all other
         cells. decide_us, decide_share: of a step, the median and the largest share. always: means of `merged` over
-        `auto`, where others ask and where nobody else does.
+        `auto` by the cell's name, where others ask and where nobody else does.
     """
     rows = study.rows
     switched = set(rows[(rows["side"] == "auto") & (rows["switches"] > 0)]["cell"])
@@ -316,10 +316,10 @@ def merges_by_skew(study: Study) -> dict[str, Any]:
     }
     others = pd.concat([found for cell, found in by_side["off"].items() if cell not in switched] or [pd.Series()])
     auto = rows[rows["side"] == "auto"]
-    always: dict[bool, list[float]] = {False: [], True: []}
+    always: dict[bool, dict[str, float]] = {False: {}, True: {}}
     for cell, found in by_side["merged"].items():
         if not found.empty:
-            always[cell.endswith(", 1")].append(statistics.geometric_mean(found))
+            always[cell.endswith(", 1")][cell] = statistics.geometric_mean(found)
     return {
         "merged": {cell: averaged(found) for cell, found in by_side["off"].items() if cell in switched},
         "pairs": len(others),

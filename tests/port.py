@@ -9,6 +9,7 @@ A `Seam` is where a test puts something of its own: `monkeypatch.setattr(*seam, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from jlora.engine.host_lora import HostLora
 from jlora.engine.local import LocalReplica
 from jlora.engine.merger import Merger
 from jlora.engine.plan import Sequence
-from jlora.engine.ports import Loss, Parts
+from jlora.engine.ports import Parts
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.shelf import Shelf
@@ -241,6 +242,11 @@ def merger(switching: Switching) -> Any:
     return switching._merger
 
 
+def save(switching: Switching) -> None:
+    """As after hours without a merge: its budget is as large as it may be."""
+    switching.policy._budget_s = math.inf
+
+
 def want(switching: Switching, node: AdapterNode | None) -> None:
     """Merges this adapter next, or takes the merged one out."""
     switching._target = node
@@ -257,16 +263,6 @@ def take_for_measured(switching: Switching, node: AdapterNode, patch: pytest.Mon
     switching._node = switching._target = node
     patch.setattr(switching, "_read", lambda node: None)
     patch.setattr(switching, "_measured", lambda node: True)
-
-
-def measured_loss(switching: Switching, node: AdapterNode) -> None:
-    """As after a measurement that has found no loss."""
-    switching._losses[node.uid] = Loss(1.0, 0.0)
-
-
-def name_merged(switching: Switching, node: AdapterNode) -> None:
-    """The merger knows where this adapter's factors are."""
-    switching._node = node
 
 
 def merges(merger: Merger) -> Seam:

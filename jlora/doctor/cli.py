@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,8 @@ def _fit_engine(args: argparse.Namespace) -> int:
     with output.writing(path):
         points.added(found.steps, 1e-3 * args.slo_ms).write(path)
     for row in found.rows:
-        print("{form} {set} {kind}: R2 {r2:.4f}, error {median:.1%}, p90 {p90:.1%}, {steps} steps".format(**row))
+        r2 = "" if math.isnan(row["r2"]) else f"R2 {row['r2']:.4f}, "  # repeats have none
+        print("{form} {set} {kind}: {said}error {median:.1%}, p90 {p90:.1%}, {steps} steps".format(**row, said=r2))
     print(f"contexts: up to {found.context} tokens of all sequences that decode; beyond, steps are extrapolated")
     print(path)
     return 0

@@ -159,8 +159,8 @@ class Engine:
                 meter.observe_decode(step_s)
             if prompt >= ROW and not (switches or stalled):
                 meter.observe_prefill(prompt, step_s)  # what a prompt token costs beside the running sequences
-            if self._switching is not None and not stalled:
-                self._switching.observe(done.plan, step_s)
+            if self._switching is not None:
+                self._switching.observe(done.plan, step_s, stalled)
         counts.committed = now
         counts.steps += 1
         counts.prompt += prompt

@@ -12,6 +12,7 @@ taken when the weights were loaded, proves each unmerge.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jlora.adapters.packing import unpack
 from jlora.cache.pool import as_shortage
 from jlora.engine.lost import LostEntries, Where
-from jlora.engine.ports import Loss, Read
+from jlora.engine.ports import Loss, Price, Read
 from jlora.layout import PoolLayout
 from jlora.model import merge
 from jlora.model.llama import Params
@@ -79,7 +80,6 @@ class Merger:
     def __init__(self, base: Base, holder: Holder, clock: Clock):
         self.done = 0
         self.reloads = 0
-        self.piece_s = self.back_s = 0.0
         self._costs = [_Cost() for _ in GROUPS]
         self._base = base
         self._holder = holder
@@ -128,7 +128,6 @@ class Merger:
             cost.call_s = max(0.0, longer - into) / max(1, most - 1)
             cost.into_s, cost.out_s = into - cost.call_s, out - cost.call_s
             cost.patch_s = sum(map(self._patch_s, GROUPS[group]))
-        self._begin_zero(1)  # what a merge takes before an adapter is named
         self.forget()
 
     def _begin_zero(self, calls: int) -> None:
@@ -164,21 +163,24 @@ class Merger:
         jax.block_until_ready((self._holder.weights.params, self._checks))
         return self._clock() - began
 
-    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
-        """The next merge is of this adapter, whose loss, if it was measured, is `lost`; reads nothing yet."""
+    def price(self, projections: Sequence[str], lost: float) -> Price:
+        """See `jlora.engine.ports.Merger.price`."""
+        blocks = Counter(projections or PROJECTIONS)
+        ranks = max(count * self._base.layout.units[name].per_block for name, count in blocks.items())
+        calls = -(-ranks // merge.RANKS)
+        mine = [cost for cost, names in zip(self._costs, GROUPS, strict=True) if not blocks.keys().isdisjoint(names)]
+        into_s = sum(cost.into_s + cost.call_s * calls for cost in mine)
+        out_s = sum(cost.out_s + cost.call_s * calls + cost.patch_s * lost for cost in mine)
+        return Price(into_s / len(GROUPS), out_s / len(GROUPS))
+
+    def begin(self, projections: Sequence[str], read: Read) -> None:
+        """The next merge is of this adapter; reads nothing yet."""
         assert not self.done and not self._checks, "another adapter is merged"
         blocks: dict[str, list[int]] = {}
         for index, name in enumerate(projections):
             blocks.setdefault(name, []).append(index)
         self._blocks, self._read = blocks, read
         self._probe, self._loss = None, None
-        ranks = max((len(found) * self._base.layout.units[name].per_block for name, found in blocks.items()), default=0)
-        calls = -(-ranks // merge.RANKS)
-        mine = [cost for cost, names in zip(self._costs, GROUPS, strict=True) if not blocks.keys().isdisjoint(names)]
-        self.piece_s, self.back_s = (
-            sum(once + cost.call_s * calls for once, cost in zip(each, mine, strict=True)) / len(GROUPS)
-            for each in ([cost.into_s for cost in mine], [cost.out_s + lost * cost.patch_s for cost in mine])
-        )
 
     def forget(self) -> None:
         """Gives back what a measurement under way holds, on the host and on the device."""

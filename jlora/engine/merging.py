@@ -7,9 +7,10 @@ out below `beta`. Both follow from measured throughput with the switch's cost in
 for anything, nobody waits. Then an adapter is also merged, after `PERIOD` such steps, if it pays within as many again.
 
 Nobody knows who asks next, and estimates err. So merges are paid from a budget of latency, summed over all requests:
-`BUDGET` of it, and what merged steps gain, less what those lose that wait meanwhile. The price of a merge is both
-switches. A merge of what alone is asked for begins when its price is there. One of what exceeds `alpha` has requests
-that wait for it: it begins unless merges before it have left a debt.
+`BUDGET` of it, and what merged steps gain, minus what the waiting requests lose. Every piece of a switch, and of
+measuring what a merge loses, costs its time for all requests. The price of a merge is both switches. What is alone and
+does not exceed `alpha` is merged when its price is there. What exceeds `alpha` has requests that wait for the merge: it
+begins unless those before it have left a debt.
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
@@ -148,7 +149,7 @@ class Merging:
         self._credits: dict[AdapterNode, float] = {}
         self._steps = 0  # since the last tuning
         self._alone = 0  # steps since anybody else has asked
-        self._budget_s = 0.0  # that merging may still cost, summed over the requests; below 0: a debt
+        self._budget_s = 0.0  # request-seconds that merging may still cost; below 0: a debt
         self._dominant = False  # the ratio has passed `alpha`, and while merged has not fallen below `beta` since
         self._at: float | None = None  # when it last chose
         self._top: AdapterNode | None = None
@@ -161,9 +162,9 @@ class Merging:
         if not self.live[adapter]:
             del self.live[adapter]
 
-    def begun(self, switch_s: float) -> None:
-        """A merge has begun, whose switches take so many seconds each."""
-        self._budget_s -= self._price_s(switch_s)
+    def spent(self, seconds: float) -> None:
+        """A piece of a switch, or of measuring what it would lose, has kept all requests waiting."""
+        self._budget_s -= seconds * self.live.total()
 
     def ran(self, share: float, seconds: float) -> None:
         """A step has ended after so many seconds, with this share of the chosen adapter merged."""
@@ -171,24 +172,24 @@ class Merging:
         self._alone += 1
         self._budget_s += BUDGET * seconds * self.live.total()
         if share and self._top is not None:
-            self._budget_s += self._gain_s(self._top, share) * self.live.total()
+            self._budget_s += self._gain_s(self._top, share, seconds) * self.live.total()
 
     def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
         """The adapter to have merged from now on; called before every step, and while nothing can run.
 
         Args:
             merged: the one that is, wholly or in part; only its requests run.
-            switch_s: seconds that a switch takes, one way.
+            switch_s: seconds that a switch takes, one way, with `merged`, or with what `most_asked` names.
         """
         self._move_credits(now, merged)
-        self._budget_s = min(self._budget_s, 2 * switch_s * self._max_seqs)
         if not self.live:  # whoever asks next will probably ask for the same
             self._dominant = False
             return merged if merged and self._legal(merged) and self._alone >= PERIOD else None
-        top = merged or self._most_asked()
+        top = merged or self.most_asked()
         if top is None or not self._legal(top):
             self._top = None
             return None
+        self._budget_s = min(self._budget_s, 2 * switch_s * max(self._max_seqs, self.live.total()))
         if top is not self._top or not self._only(top):
             self._alone = 0
         if top is not self._top or (self._alone and not self._dominant):  # the thresholds do not count
@@ -202,6 +203,11 @@ class Merging:
             return merged if self._stays(merged, switch_s) else None
         return top if self._eligible(top) and self._pays(top, switch_s) else None
 
+    def most_asked(self) -> AdapterNode | None:
+        """The adapter with the most sequences that wait or run, of those that may be merged."""
+        legal = [(count, -node.uid, node) for node, count in self.live.items() if node.size and self._legal(node)]
+        return max(legal, key=lambda entry: entry[:2])[2] if legal else None
+
     def starving(self, merged: AdapterNode, switch_s: float) -> bool:
         """Whether a request has waited for so long that the merged adapter must go now."""
         others = [self._credits.get(node, 0.0) for node in self.live if node is not merged]
@@ -213,10 +219,6 @@ class Merging:
     def _batch(self) -> int:
         """Sequences of the batch in order of arrival."""
         return max(1, min(self._max_seqs, self.live.total()))
-
-    def _most_asked(self) -> AdapterNode | None:
-        legal = [(count, -node.uid, node) for node, count in self.live.items() if node.size and self._legal(node)]
-        return max(legal, key=lambda entry: entry[:2])[2] if legal else None
 
     def _legal(self, node: AdapterNode) -> bool:
         return not node.dying and not node.gone and node.uid not in self.refused
@@ -253,17 +255,19 @@ class Merging:
         """Of a merge: both switches, for every request."""
         return 2 * switch_s * self.live.total()
 
-    def _gain_s(self, top: AdapterNode, share: float) -> float:
-        """Seconds that a step saves if such a share is merged: its sequences are a part of the batch. Below 0: a loss.
+    def _gain_s(self, top: AdapterNode, share: float, seconds: float) -> float:
+        """What a step of so many seconds saved, with such a share merged. Below 0: a loss.
 
-        Alone they lose nothing, as they run the base's program: what seems so is a machine that became slower.
+        Its sequences are a part of the batch. What it took beside its decode, for prompts, it takes unmerged, too.
+        A loss while nobody else asks means that the machine became slower, so it does not count.
         """
         count, batch = min(self.live[top], self._max_seqs), self._batch
         merged_s, own_s = (self.times.step_s(kind, count, top.size) for kind in (True, False))
         batch_s = self.times.step_s(False, batch, top.size)
         if not (count and merged_s and own_s and batch_s):
             return 0.0
-        gain_s = count / batch * batch_s - share * merged_s - (1 - share) * own_s
+        beside_s = seconds - share * merged_s - (1 - share) * own_s
+        gain_s = count / batch * (batch_s + beside_s) - seconds
         return max(0.0, gain_s) if self._only(top) else gain_s
 
     def _rates(self, top: AdapterNode, switch_s: float, steps: float) -> tuple[float, float] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jlora.adapters.catalogue import Catalogue
 from jlora.adapters.registry import AdapterRegistry
@@ -190,6 +190,13 @@ class Loss:
     lost: float
 
 
+class Price(NamedTuple):
+    """Seconds of a piece: merging it, and taking it out."""
+
+    into_s: float
+    out_s: float
+
+
 # (indices of an adapter's blocks, layers) -> a copy of their data [n, l, B, 2K, H]
 Read = Callable[[Sequence[int], slice], Any]
 
@@ -200,15 +207,12 @@ class Merger(Protocol):
     Attributes:
         pieces: pieces of the weights.
         done: the first so many are merged.
-        piece_s: seconds that merging a piece of the adapter that was named last takes; back_s: taking it out.
         reloads: times that the weights were loaded anew, because taking an adapter out had left others, or memory
             ended in the middle of a piece.
         host_bytes: what the merged adapter takes of the host.
     """
 
     done: int
-    piece_s: float
-    back_s: float
     reloads: int
 
     @property
@@ -217,10 +221,16 @@ class Merger(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
-        """Names the adapter: the projection of each of its blocks, what reads them from the host tier, and its loss.
+    def price(self, projections: Sequence[str], lost: float) -> Price:
+        """What a piece is expected to take of an adapter whose blocks are of these projections; (): all, not yet read.
 
-        `lost` is `Loss.lost` where that was measured: putting entries back takes time.
+        `lost` is `Loss.lost`, or 0 before that was measured: putting entries back takes time.
+        """
+        ...
+
+    def begin(self, projections: Sequence[str], read: Read) -> None:
+        """Names the adapter: the projection of each of its blocks, and what reads them from the host tier.
+
         `measure` and `forward` read, and only one layer; `back` needs none of it any more.
         """
         ...

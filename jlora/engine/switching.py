@@ -14,18 +14,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable
+from functools import lru_cache
 
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import SMOOTH, Fixed, Merging
 from jlora.engine.plan import NOTHING, Merged, Sequence, StepPlan, Work
-from jlora.engine.ports import Loss, Merger, Swapper
+from jlora.engine.ports import Loss, Merger, Price, Swapper
 from jlora.engine.turns import Turns
 from jlora.types import MergeState
 
 log = logging.getLogger(__name__)
 
 MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
+PRICES = 1024  # that are kept: of so many shapes of adapters
 IDLE_S = 0.01  # of switching between two looks at the queue before any step was seen
 IN_SHARE = 0.5  # of a usual step's time for the pieces before a step; all of it for taking out, as others wait then
 
@@ -39,6 +41,7 @@ class Switching(Turns):
         self.moved = False  # the last `advance` has kept the device: weights were changed, or a loss measured
         self.name = name  # of the adapter that the configuration asks for
         self._merger = merger
+        self._priced = lru_cache(PRICES)(merger.price)
         self._registry = registry
         self._swapper = swapper
         self._node: AdapterNode | None = None  # whose factors the merger has
@@ -103,28 +106,31 @@ class Switching(Turns):
     def decide(self, now: float) -> None:
         """Lets the policy choose. Called before every step, and while nothing runs."""
         merger = self._merger
+        self._leaving = self._leaving and merger.done > 0
+        merged = self._node if merger.done else None
+        price = self._price(merged or self.policy.most_asked())
         pieces = merger.done or merger.pieces
-        steps = -(-pieces // self._pieces_at_once(merger.back_s))
-        self.policy.out_s = pieces * merger.back_s + (steps + 1) * self._step_s
+        steps = -(-pieces // self._pieces_at_once(price.out_s))
+        self.policy.out_s = pieces * price.out_s + (steps + 1) * self._step_s
         self.policy.passed = bool(self._passed)
         if isinstance(self.policy, Fixed):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
-        merged = self._node if merger.done else None
-        target, vain = self.policy.choose(now, merged, self._switch_s), self._in_vain
+        switch_s = merger.pieces * (price.into_s + price.out_s) / 2
+        target, vain = self.policy.choose(now, merged, switch_s), self._in_vain
         if vain is not None and (self._leased(vain) or not self.policy.live[vain]):
             vain = self._in_vain = None
         others = self.policy.live.keys() - {target}
         self._target = None if self._leaving or (others and target is vain) else target
-        if self._node not in (None, self._target) and not merger.done and not self.policy.live[self._node]:
+        if self._node not in (None, self._target) and not merger.done and self._unwanted(self._node):
             merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
+    def observe(self, plan: StepPlan, seconds: float, stalled: bool) -> None:
+        """Learns from a step, unless it waited for a copy or for pieces of a switch, or its reading did."""
         if plan.work:
             self.policy.ran(plan.merged.share, seconds)
-        waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
+        waited, self._seen = stalled or plan.merged != self._seen or self.moved, plan.merged
         if waited:
             return
         self._step_s = max(seconds, self._step_s + SMOOTH * (seconds - self._step_s))
@@ -158,9 +164,10 @@ class Switching(Turns):
                 self._read(node)  # anew: what the merger has may be old
                 self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
-                self.policy.begun(self._switch_s)
-            for _ in range(min(self._pieces_at_once(merger.piece_s, IN_SHARE), merger.pieces - merger.done)):
+            into_s = self._price(node).into_s
+            for _ in range(min(self._pieces_at_once(into_s, IN_SHARE), merger.pieces - merger.done)):
                 self.moved = True
+                self.policy.spent(into_s)
                 merger.forward()
             if merger.done == merger.pieces:
                 log.info("adapter %r, uid=%d, is merged", self._merged_name, node.uid)
@@ -193,10 +200,17 @@ class Switching(Turns):
 
     # -- inside -----------------------------------------------------------------------------
 
-    @property
-    def _switch_s(self) -> float:
-        """The mean of merging the adapter that was named last, and of taking it out."""
-        return self._merger.pieces * (self._merger.piece_s + self._merger.back_s) / 2
+    def _price(self, node: AdapterNode | None) -> Price:
+        """Of a piece of an adapter; of one with all projections while its own are not known."""
+        record = None if node is None else self._registry.live(node.uid)
+        if node is None or record is None:
+            return self._priced((), 0.0)
+        loss = self._losses.get(node.uid)
+        return self._priced(record.projections, 0.0 if loss is None else loss.lost)
+
+    def _unwanted(self, node: AdapterNode) -> bool:
+        """Whether a measurement of it is of no use. While nobody asks it stays: who asks next may ask for the same."""
+        return node.dying or node.gone or bool(self.policy.live and not self.policy.live[node])
 
     def _leased(self, node: AdapterNode | None) -> bool:
         """Whether a request of this adapter holds blocks."""
@@ -208,7 +222,9 @@ class Switching(Turns):
     def _take_out(self) -> bool:
         reloads, self.moved, self._leaving = self._merger.reloads, True, True
         with contextlib.suppress(MemoryError):  # then everything is taken out
-            for _ in range(min(self._pieces_at_once(self._merger.back_s), self._merger.done)):
+            out_s = self._price(self._node).out_s
+            for _ in range(min(self._pieces_at_once(out_s), self._merger.done)):
+                self.policy.spent(out_s)
                 self._merger.back()
         if self._merger.done:
             return True
@@ -229,9 +245,9 @@ class Switching(Turns):
             return False
         if node is not self._node:
             self._read(node)
-            return False  # its price is known now: the policy decides again
         if node.uid not in self._losses:
             self.moved = True
+            self.policy.spent(self._price(node).into_s)
             loss = self._merger.measure()
             if loss is None:
                 return False
@@ -243,6 +259,7 @@ class Switching(Turns):
             if refusal:
                 self._refuse(node)
                 self._target = None
+            return False  # taking it out takes longer the more is lost: the policy decides again
         return node.uid not in self.policy.refused
 
     def _forgo(self, node: AdapterNode, error: MemoryError) -> None:
@@ -267,13 +284,9 @@ class Switching(Turns):
     def _read(self, node: AdapterNode) -> None:
         """Tells the merger where the adapter's factors are."""
         record = self._registry.by_uid(node.uid)
+        read = self._swapper.read
         # The blocks as they are then: the host copy may leave and come to others.
-        read, loss = self._swapper.read, self._losses.get(node.uid)
-        self._merger.begin(
-            record.projections,
-            lambda which, layers: read([node.host[i] for i in which], layers),
-            0.0 if loss is None else loss.lost,
-        )
+        self._merger.begin(record.projections, lambda which, layers: read([node.host[i] for i in which], layers))
         self._node, self._merged_name = node, record.name
 
 

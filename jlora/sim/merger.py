@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jlora.engine.merging import AdapterCost, Fixed, Merging, Times
-from jlora.engine.ports import Loss, Read
+from jlora.engine.ports import Loss, Price, Read
 from jlora.sim.device import ModelledDevice
 from jlora.step_model import FittedSteps, StepLoad, StepModel
 
@@ -26,10 +26,14 @@ class ModelledMerger:
 
     def __init__(self, model: StepModel | FittedSteps, device: ModelledDevice):
         self.done = 0
-        self.piece_s = self.back_s = PASSES * model.weights_s / PIECES
+        self._piece_s = PASSES * model.weights_s / PIECES
         self._device = device
 
-    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
+    def price(self, projections: Sequence[str], lost: float) -> Price:
+        """The same for all adapters."""
+        return Price(self._piece_s, self._piece_s)
+
+    def begin(self, projections: Sequence[str], read: Read) -> None:
         """A modelled adapter has no factors."""
 
     def collect(self) -> None:
@@ -44,11 +48,11 @@ class ModelledMerger:
 
     def forward(self) -> None:
         self.done += 1
-        self._device.keep(self.piece_s)
+        self._device.keep(self._piece_s)
 
     def back(self) -> None:
         self.done -= 1
-        self._device.keep(self.piece_s)
+        self._device.keep(self._piece_s)
 
     def whole(self) -> bool:
         return True

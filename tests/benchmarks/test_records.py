@@ -38,6 +38,6 @@ def test_a_page_says_how_many_pairs_were_dropped_and_what_all_of_them_say() -> N
     assert table.loc["1", "off / auto, all"].startswith("1.625 ±")
     found = tables.merges_by_skew(study)
     assert found["merged"] == {"rank 8, 1": ""} and found["pairs"] == 1 and found["ratio"] == "1.200"
-    assert found["always"] == ([0.9], [])
+    assert found["always"] == ({"rank 8, 0.5": pytest.approx(0.9)}, {})
     assert found["decide_us"] == pytest.approx(10) and found["decide_share"] == pytest.approx(1e-4)
     assert tables.merges_by_skew(Study({}, {}, rows[rows["cell"] == "rank 8, 1"]))["pairs"] == 0

@@ -120,6 +120,27 @@ def test_a_load_that_fails_leaves_nothing_behind(
     assert replica.cache_state().host.free == free and replica.adapters() == []
 
 
+def cancel_when(
+    reached: threading.Event, replica: Running, path: str, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    """Loads an adapter and cancels that once it has come so far; returns when the load has ended."""
+    seam, ended = port.loads(replica.local), threading.Event()
+    load = getattr(*seam)
+
+    def watched(*args: Any) -> AdapterInfo:
+        try:
+            return load(*args)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(*seam, watched)
+    loading = replica.replica.load_adapter("unwanted", path)
+    assert reached.wait(60)
+    assert loading.cancel()
+    go_on.set()
+    assert ended.wait(60)
+
+
 @pytest.mark.parametrize("stage", ["read", "fill"])
 def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_back(
     stage: str, replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
@@ -137,21 +158,7 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
         monkeypatch.setattr(replica.parts.swapper, "fill", slow)
     else:
         disk.shut()
-    seam, ended = port.loads(replica.local), threading.Event()
-    load = getattr(*seam)
-
-    def watched(*args: Any) -> AdapterInfo:
-        try:
-            return load(*args)
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(*seam, watched)
-    loading = replica.replica.load_adapter("unwanted", path)
-    assert reached.wait(60)
-    assert loading.cancel()
-    go_on.set()
-    assert ended.wait(60)
+    cancel_when(reached, replica, path, monkeypatch, go_on)
     assert replica.cache_state().host.free == free and replica.adapters() == []
     replica.check_integrity()
 
@@ -160,9 +167,8 @@ def test_a_load_that_its_caller_cancels_reads_no_more_of_its_file(
     replica: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ):
     weights = (Path(path) / "adapter_model.safetensors").stat().st_size
-    reached, go_on, ended = (threading.Event() for _ in range(3))
-    read, seam, pieces = DiskFile.read, port.loads(replica.local), list[int]()
-    load = getattr(*seam)
+    reached, go_on = threading.Event(), threading.Event()
+    read, pieces = DiskFile.read, list[int]()
 
     def slow(file: DiskFile, size: int) -> Any:
         if file.size == weights:
@@ -172,20 +178,9 @@ def test_a_load_that_its_caller_cancels_reads_no_more_of_its_file(
                 assert go_on.wait(60)
         return read(file, size)
 
-    def watched(*args: Any) -> AdapterInfo:
-        try:
-            return load(*args)
-        finally:
-            ended.set()
-
     monkeypatch.setattr(loaders, "PIECE", weights // 8)
     monkeypatch.setattr(DiskFile, "read", slow)
-    monkeypatch.setattr(*seam, watched)
-    loading = replica.replica.load_adapter("unwanted", path)
-    assert reached.wait(60)
-    assert loading.cancel()
-    go_on.set()
-    assert ended.wait(60)
+    cancel_when(reached, replica, path, monkeypatch, go_on)
     assert weights / 2 < sum(pieces) < weights and replica.adapters() == []
 
 

@@ -141,8 +141,7 @@ def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projectio
     world = World(tmp_path, "float32", 1, stacked=True, clock=lambda: float(calls))
     seen = {}
     for name in world.targets:
-        world.begin(name)
-        seen[name] = world.merger.piece_s, world.merger.back_s
+        seen[name] = world.merger.price(world.packed[name].projections, 0.0)
     # Projections of the groups that each has a part of, over the pieces of a layer.
     some, others = (sum(len(g) for g in GROUPS if {*g} & {*names}) / len(GROUPS) for names in world.targets.values())
     assert seen == {"some": (some, some), "others": (2 * others, 2 * others)}
@@ -152,8 +151,7 @@ def test_taking_out_is_expected_to_take_longer_the_more_was_lost(tmp_path: Path)
     merger = World(tmp_path, "float32", 1, stacked=False).merger
     seen = []
     for lost in (0.0, 0.5, 1.0):
-        merger.begin(["q", "down"], lambda which, layers: None, lost)
-        seen.append((merger.piece_s, merger.back_s))
+        seen.append(merger.price(("q", "down"), lost))
     (into, out), half, whole = seen
     assert half[0] == whole[0] == into and whole[1] - half[1] == pytest.approx(half[1] - out) and half[1] > out
 

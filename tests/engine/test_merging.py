@@ -7,53 +7,8 @@ import random
 import pytest
 
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import AGE, BUDGET, LEAST, MOST, PERIOD, SMOOTH, AdapterCost, Fixed, Merging, Times
-
-SWITCH_S = 0.1
-PRICE_S = 2 * SWITCH_S  # of a merge
-GAIN_S = 0.3 * 0.02  # of a merged step where adapters are 0.3 of it
-
-
-class Bench:
-    """A policy under a clock of its own; what it chooses is merged at once."""
-
-    def __init__(self, share: float = 0.3, starve_s: float = 2.0, policy: Merging | None = None):
-        self.now, self.merged = 0.0, None
-        self.policy = policy or Merging(8, starve_s, Times(AdapterCost(share)))
-        self.saw(False, 0.02)
-        self.nodes = [AdapterNode(uid, 4) for uid in range(1, 5)]
-        self.waits: list[float] = []
-        self.merges = 0
-
-    def live(self, *counts: int) -> None:
-        for node, count in zip(self.nodes, counts, strict=False):
-            while self.policy.live[node] < count:
-                self.policy.joined(node)
-            while self.policy.live[node] > count:
-                self.policy.left(node)
-
-    def saw(self, merged: bool, seconds: float) -> None:
-        """Many decode steps of eight sequences that took so long."""
-        for _ in range(100):
-            self.policy.times.observe(merged, 8, 4, seconds)
-
-    def saves(self) -> None:
-        """Steps of one request have run for so long that the price of a merge for eight is there."""
-        self.policy.joined(self.nodes[0])
-        self.policy.ran(0.0, 8 * PRICE_S / BUDGET)
-        self.policy.left(self.nodes[0])
-
-    def step(self, times: int = 1, seconds: float = 0.02) -> None:
-        waited = 0.0
-        for _ in range(times):
-            self.now += seconds
-            before, self.merged = self.merged, self.policy.choose(self.now, self.merged, SWITCH_S)
-            if self.merged and self.merged is not before:
-                self.policy.begun(SWITCH_S)
-                self.merges += 1
-            self.policy.ran(float(self.merged is not None), seconds)
-            waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
-            self.waits.append(waited)
+from jlora.engine.merging import AGE, LEAST, MOST, PERIOD, SMOOTH, AdapterCost, Fixed, Merging, Times
+from tests.engine._merging import SWITCH_S, Bench
 
 
 def test_an_adapter_that_everybody_asks_for_is_merged():
@@ -252,98 +207,6 @@ def test_short_requests_for_one_adapter_that_come_one_at_a_time_are_merged_once(
         bench.step()
         merged.append(bench.merged is not None)
     assert merged.index(True) in range(2, 5) and all(merged[merged.index(True) :])
-
-
-def test_merges_of_what_is_alone_that_end_too_early_cost_at_most_the_budget():
-    """Another request comes just when the adapter is merged."""
-    bench, spent = Bench(share=0.3), [0.0]
-    for _ in range(8000):
-        bench.live(5, int(bench.merged is not None))
-        bench.step()
-        spent.append((PRICE_S - GAIN_S) * bench.merges)  # one step each
-        assert spent[-1] <= BUDGET * 0.02 * len(spent)
-    assert bench.merges > 10
-    assert all(after - before <= PRICE_S + 0.8 for before, after in zip(spent, spent[2000:], strict=False))
-
-
-def test_merges_of_what_others_wait_for_in_vain_cost_the_budget_and_one_price():
-    """The queue that promises a gain is gone just when the adapter is merged."""
-    bench = Bench(share=0.3, starve_s=1000.0)
-    for step in range(1, 8001):
-        bench.live(0 if bench.merged else 16, 1)
-        bench.step()
-        assert (PRICE_S - GAIN_S) * bench.merges <= PRICE_S + BUDGET * 0.02 * step
-    assert bench.merges > 10
-
-
-def test_a_merge_that_lasts_pays_for_the_next():
-    bench = Bench(share=0.3)
-    bench.live(5, 0)
-    bench.step(490)
-    assert bench.merged is None
-    bench.step(110)
-    assert bench.merged is bench.nodes[0]
-    bench.live(5, 1)
-    bench.step(2)
-    assert bench.merged is None
-    bench.live(5, 0)
-    bench.step(PERIOD + 1)
-    assert bench.merged is bench.nodes[0]
-
-
-def test_a_machine_that_becomes_slower_while_nobody_waits_leaves_no_debt():
-    bench = Bench(share=0.3)
-    bench.saves()
-    bench.live(5)
-    bench.step(PERIOD + 1)
-    assert bench.merged is bench.nodes[0]
-    bench.saw(True, 0.1)
-    bench.step(1000)
-    bench.live(5, 1)
-    bench.step(1)
-    bench.saw(True, 0.014)
-    bench.live(16, 1)
-    bench.step(20)
-    assert bench.merges == 2
-
-
-def test_those_who_wait_for_a_switch_are_counted():
-    """While an eighth waits, a step loses at the beginning of a switch, and gains at its end."""
-
-    def steps(share: float) -> int:
-        """Until it merges again after ten steps with this share merged."""
-        bench = Bench(share=0.3)
-        bench.policy.alpha = 0.5
-        bench.live(7, 1)
-        bench.step()
-        for _ in range(10):
-            bench.policy.ran(share, 0.02)
-        bench.live(0, 1)
-        while bench.merges == 1:
-            bench.step()
-            bench.live(16)
-        return len(bench.waits)
-
-    assert steps(0.1) > steps(0.0) > steps(0.5) > steps(1.0)
-
-
-def test_merged_steps_that_serve_fewer_than_the_batch_would_are_a_debt():
-    bench = Bench(share=0.3, starve_s=1000.0)
-    bench.policy.alpha = 0.5
-    bench.live(7, 1)
-    bench.step()
-    assert bench.merged is bench.nodes[0]
-    bench.saw(True, 0.019)  # an eighth waits: each loses 1.5 ms, although an unmerged step takes longer
-    bench.step(PERIOD - 2)
-    assert bench.merged is bench.nodes[0]
-    bench.saw(True, 0.014)
-    bench.live(0, 1)
-    bench.step()
-    bench.live(16, 1)
-    bench.step(280)
-    assert bench.merges == 1
-    bench.step(80)
-    assert bench.merges == 2
 
 
 def test_a_queue_keeps_nothing_from_being_merged_that_pays_alone():

@@ -173,6 +173,8 @@ def test_an_adapter_that_alone_was_asked_for_stays_merged_while_idle_until_anoth
 
     def alone(service: Running) -> None:
         """Asks for the one adapter for longer than it takes to decide; the engine is then at rest."""
+        with service.paused():
+            port.save(of(service))
         for _ in range(3 * PERIOD):
             serve(service, own[:1])
         time.sleep(0.1)
@@ -251,6 +253,7 @@ def test_auto_merges_where_adapters_are_told_to_cost_much_and_never_where_they_c
             assert service.stats().merge.switches == 0
             with service.paused():
                 times.cost = AdapterCost(share)
+                port.save(of(service))
             answers += [serve(service, requests) for _ in range(3)]
         assert service.stats().merge.switches > 0 and service.stats().merge.reloads == 0
         for got in answers[1:]:

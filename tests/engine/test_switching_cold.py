@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import AdapterCost, Merging, Times
+from jlora.engine.ports import Loss, Price
 from jlora.engine.switching import Switching
 from tests import port
 
@@ -20,8 +22,17 @@ class Counted:
 
     def __init__(self) -> None:
         self.done, self.pieces, self.host_bytes, self.reloads = 0, 4, 0, 0
-        self.piece_s = self.back_s = 0.1
+        self.seconds = 0.1
         self.forgotten = self.collected = 0
+
+    def price(self, projections: Sequence[str], lost: float) -> Price:
+        return Price(self.seconds, self.seconds * (1 + 9 * lost))
+
+    def begin(self, *factors: object) -> None:
+        pass
+
+    def measure(self) -> Loss:
+        return Loss(1.0, 1.0)
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -77,7 +88,7 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.
     merger: Any = Counted()
     policy = Merging(8, 2.0, Times(AdapterCost()))
     none: Any = None
-    switching = Switching(policy, merger, none, none)
+    switching = Switching(policy, merger, AdapterRegistry(), none)
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
@@ -89,62 +100,115 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.
     assert port.advance(switching, 0.1) and merger.done == 2
 
 
-@pytest.mark.parametrize("live,forgotten", [(1, 0), (0, 1)])
-def test_a_measurement_for_which_nobody_asks_any_more_gives_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch, live: int, forgotten: int
+class Script:
+    """A policy that chooses what it is told, and notes what it is asked and what switches cost."""
+
+    def __init__(self, live: Counter[AdapterNode], chosen: AdapterNode | None, most_s: float = 1e9):
+        self.live, self.chosen, self.most_s = live, chosen, most_s
+        self.refused = set[int]()
+        self.asked, self.costs = list[float](), list[float]()
+
+    def most_asked(self) -> AdapterNode | None:
+        return next(iter(self.live), None)
+
+    def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
+        self.asked.append(switch_s)
+        return self.chosen if switch_s < self.most_s else None
+
+    def spent(self, seconds: float) -> None:
+        self.costs.append(seconds)
+
+
+NODE, OTHER = AdapterNode(1, 3), AdapterNode(2, 3)
+
+
+@pytest.mark.parametrize("live,forgotten", [((NODE,), 0), ((), 0), ((OTHER,), 1)])
+def test_a_measurement_gives_its_memory_back_once_others_ask_and_nobody_asks_for_its_adapter(
+    live: tuple[AdapterNode, ...], forgotten: int, monkeypatch: pytest.MonkeyPatch
 ):
     merger: Any = Counted()
-    node, none = AdapterNode(1, 3), cast(Any, None)
-    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: live}), choose=lambda *_: None)
-    switching = Switching(policy, merger, none, none)
-    port.take_for_measured(switching, node, monkeypatch)
+    policy: Any = Script(Counter(live), None)
+    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
+    port.take_for_measured(switching, NODE, monkeypatch)
     switching.decide(0.0)
     switching.decide(0.1)
     assert merger.forgotten == forgotten
 
 
-def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_merged(monkeypatch: pytest.MonkeyPatch):
-    """Else each request of another that is cancelled would cost pieces that no budget has paid."""
+@pytest.mark.parametrize("away", ["dying", "gone"])
+def test_a_measurement_of_what_leaves_gives_its_memory_back_although_nobody_asks(
+    away: str, monkeypatch: pytest.MonkeyPatch
+):
     merger: Any = Counted()
-    node, none = AdapterNode(1, 3), cast(Any, None)
-    node.host = (4, 5, 6)
-    chosen, prices = [node], list[float]()
-    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: 1}), choose=lambda *_: chosen[-1])
-    policy.begun = prices.append
-    switching = Switching(policy, merger, AdapterRegistry(), none)
+    node = AdapterNode(1, 3)
+    setattr(node, away, True)
+    policy: Any = Script(Counter(), None)
+    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
     port.take_for_measured(switching, node, monkeypatch)
-    assert port.advance(switching, 0.82) and merger.done == 4
-    chosen.append(none)
     switching.decide(0.0)
-    assert port.advance(switching, 0.1) and merger.done == 3
-    chosen.append(node)
-    for left in (2, 1, 0):
-        switching.decide(0.1)
-        assert switching.busy and port.advance(switching, 0.1) and merger.done == left
-    assert len(prices) == 1
-    switching.decide(0.2)
-    assert port.advance(switching, 0.82) and merger.done == 4
-    assert prices == pytest.approx([0.4, 0.4])
+    assert merger.forgotten == 1
 
 
-def test_the_policy_decides_again_once_the_price_of_an_adapter_is_known():
+def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_merged(monkeypatch: pytest.MonkeyPatch):
+    """Else each request of another that is cancelled would cost pieces both ways."""
     merger: Any = Counted()
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
-    seen = list[float]()
-    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: 1}), begun=seen.append)
-    policy.choose = lambda now, merged, switch_s: seen.append(switch_s) or (node if switch_s < 1 else None)
-    record = SimpleNamespace(projections=(), name="chat", alora_invocation_tokens=())
+    policy: Any = Script(Counter((node,)), node)
+    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
+    port.take_for_measured(switching, node, monkeypatch)
+    assert port.advance(switching, 0.82) and merger.done == 4
+    policy.chosen = None
+    switching.decide(0.0)
+    assert port.advance(switching, 0.1) and merger.done == 3
+    policy.chosen = node
+    for left in (2, 1, 0):
+        switching.decide(0.1)
+        assert switching.busy and port.advance(switching, 0.1) and merger.done == left
+    assert policy.costs == pytest.approx(8 * [0.1]), "each piece, in and out"
+    switching.decide(0.2)
+    assert port.advance(switching, 0.82) and merger.done == 4
+
+
+def test_weights_that_are_loaded_anew_while_an_adapter_is_taken_out_can_be_merged_into(monkeypatch: pytest.MonkeyPatch):
+    merger: Any = Counted()
+    node = AdapterNode(1, 3)
+    node.host = (4, 5, 6)
+    policy: Any = Script(Counter((node,)), None)
+    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
+    port.take_for_measured(switching, node, monkeypatch)
+    assert port.advance(switching, 0.82) and merger.done == 4
+    switching.decide(0.0)
+    assert port.advance(switching, 0.1) and merger.done == 3
+    merger.done = 0  # memory was short for an integrity check
+    policy.chosen = node
+    switching.decide(0.0)
+    assert port.advance(switching, 0.82) and merger.done == 4
+
+
+def test_the_policy_decides_again_once_the_loss_of_an_adapter_is_known():
+    """The more is lost, the longer it takes to take out."""
+    merger: Any = Counted()
+    node = AdapterNode(1, 3)
+    node.host = (4, 5, 6)
+    policy: Any = Script(Counter((node,)), node, most_s=1.0)
+    record = SimpleNamespace(projections=("q",), name="chat", alora_invocation_tokens=())
     registry: Any = SimpleNamespace(live=lambda uid: record, by_uid=lambda uid: record)
-    swapper: Any = SimpleNamespace(read=None)
-    switching = Switching(policy, merger, registry, swapper)
-    port.measured_loss(switching, node)
-
-    def begin(*factors: object) -> None:
-        merger.piece_s = merger.back_s = 0.5
-
-    merger.begin = begin
+    switching = Switching(policy, merger, registry, cast(Any, SimpleNamespace(read=None)))
     for _ in range(3):
         switching.decide(0.0)
         assert port.advance(switching, 0.82) and merger.done == 0
-    assert seen == pytest.approx([0.4, 2.0, 2.0])
+    assert policy.asked == pytest.approx([0.4, 2.2, 2.2]) and policy.costs == pytest.approx([0.1])
+
+
+def test_each_adapter_has_a_price_of_its_own():
+    merger: Any = Counted()
+    merger.price = lambda projections, lost: Price(0.1 * len(projections), 0.1)
+    nodes = [AdapterNode(uid, 3) for uid in (1, 2)]
+    policy: Any = Script(Counter(nodes), None)
+    registry: Any = SimpleNamespace(live=lambda uid: SimpleNamespace(projections=uid * ("q",)))
+    switching = Switching(policy, merger, registry, cast(Any, None))
+    switching.decide(0.0)
+    policy.live = Counter(nodes[1:])
+    switching.decide(0.1)
+    assert policy.asked == pytest.approx([0.4, 0.6])

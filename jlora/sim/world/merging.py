@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import AdapterCost, Merging, Times
 from jlora.engine.plan import Merged, Work
-from jlora.engine.ports import Loss, Read
+from jlora.engine.ports import Loss, Price, Read
 from jlora.sim.world.sites import Site, Sites
 from jlora.sim.world.tasks import Tasks
 
@@ -33,7 +33,6 @@ class Weights:
     """See `jlora.engine.ports.Merger`."""
 
     pieces = PIECES
-    piece_s = back_s = PIECE_S
     host_bytes = 0
 
     def __init__(self, sites: Sites, tasks: Tasks):
@@ -46,7 +45,10 @@ class Weights:
         self._sites = sites
         self._tasks = tasks
 
-    def begin(self, projections: Sequence[str], read: Read, lost: float = 0.0) -> None:
+    def price(self, projections: Sequence[str], lost: float) -> Price:
+        return Price(PIECE_S, PIECE_S)
+
+    def begin(self, projections: Sequence[str], read: Read) -> None:
         assert not self.done, "another adapter is merged"
         self._read = lambda: hash(tuple(read(range(len(projections)), slice(0, 1))))
 
