@@ -47,6 +47,17 @@ def test_a_burst_that_waits_for_what_one_request_had_merged_is_paid_by_the_budge
     assert bench.merges > 10
 
 
+def test_hours_without_a_merge_pay_for_one():
+    """Else all that they saved would be lost at once where others come just when the adapter is merged."""
+    bench = Bench(share=0.3)
+    bench.live(5)
+    bench.policy.ran(0.0, 1e6)
+    for _ in range(400):
+        bench.live(5, int(bench.merged is not None))
+        bench.step()
+    assert bench.merges == 2, "what was left of the price for eight requests, and these steps, pay for the second"
+
+
 def test_a_queue_longer_than_the_batch_has_a_price_that_can_be_saved():
     bench = Bench(share=0.3)
     bench.policy.alpha = MOST

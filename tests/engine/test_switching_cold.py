@@ -12,6 +12,7 @@ import pytest
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import AdapterCost, Merging, Times
+from jlora.engine.plan import NOTHING
 from jlora.engine.ports import Loss, Price
 from jlora.engine.switching import Switching
 from tests import port
@@ -212,3 +213,16 @@ def test_each_adapter_has_a_price_of_its_own():
     policy.live = Counter(nodes[1:])
     switching.decide(0.1)
     assert policy.asked == pytest.approx([0.4, 0.6])
+
+
+def test_a_step_that_waited_for_a_copy_counts_but_teaches_nothing():
+    policy, merger = Merging(8, 2.0, Times(AdapterCost())), cast(Any, Counted())
+    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
+    work = SimpleNamespace(sequence=SimpleNamespace(adapter=NODE))
+    plan: Any = SimpleNamespace(work=[work], decode=[work], prefill=[], merged=NOTHING)
+    ran = list[float]()
+    policy.ran = lambda share, seconds: ran.append(seconds)
+    switching.observe(plan, 5.0, stalled=True)
+    assert policy.times.step_s(False, 1, NODE.size) is None
+    switching.observe(plan, 0.02, stalled=False)
+    assert policy.times.step_s(False, 1, NODE.size) == 0.02 and ran == [5.0, 0.02]
