@@ -7,8 +7,8 @@ out below `beta`. Both follow from measured throughput with the switch's cost in
 for anything, nobody waits. Then an adapter is also merged, after `PERIOD` such steps, if it pays within as many again.
 
 Nobody knows who asks next, and estimates err. So merges are paid from a budget of latency, summed over all requests:
-`BUDGET` of it, and what merged steps gain, minus what the waiting requests lose. Every piece of a switch, and of
-measuring what a merge loses, costs its time for all requests. The price of a merge is both switches. What is alone and
+`BUDGET` of it, and what merged steps gain, minus what the waiting requests lose. Every piece of a switch costs its time
+for all requests, and so does measuring what a merge loses. The price of a merge is both switches. What is alone and
 does not exceed `alpha` is merged when its price is there. What exceeds `alpha` has requests that wait for the merge: it
 begins unless those before it have left a debt.
 
@@ -163,7 +163,7 @@ class Merging:
             del self.live[adapter]
 
     def spent(self, seconds: float) -> None:
-        """A piece of a switch, or of measuring what it would lose, has kept all requests waiting."""
+        """A piece of a switch has kept all requests waiting, or measuring what a merge would lose has."""
         self._budget_s -= seconds * self.live.total()
 
     def ran(self, share: float, seconds: float) -> None:

@@ -47,6 +47,7 @@ class Switching(Turns):
         self._node: AdapterNode | None = None  # whose factors the merger has
         self._merged_name = ""  # its name
         self._losses: dict[int, Loss] = {}  # by uid
+        self._unpaid_s = 0.0  # of the pieces of a measurement under way
         self._target: AdapterNode | None = None
         self._short: set[int] = set()  # uids refused because memory was short
         self._usual_s = 0.0  # of a step that decodes
@@ -123,6 +124,7 @@ class Switching(Turns):
         others = self.policy.live.keys() - {target}
         self._target = None if self._leaving or (others and target is vain) else target
         if self._node not in (None, self._target) and not merger.done and self._unwanted(self._node):
+            self._pay()
             merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
 
@@ -208,6 +210,11 @@ class Switching(Turns):
         loss = self._losses.get(node.uid)
         return self._priced(record.projections, 0.0 if loss is None else loss.lost)
 
+    def _pay(self) -> None:
+        """Pays for a measurement that ends or is given up. One that paused for each piece would rarely end."""
+        self.policy.spent(self._unpaid_s)
+        self._unpaid_s = 0.0
+
     def _unwanted(self, node: AdapterNode) -> bool:
         """Whether a measurement of it is of no use. While nobody asks it stays: who asks next may ask for the same."""
         return node.dying or node.gone or bool(self.policy.live and not self.policy.live[node])
@@ -244,13 +251,15 @@ class Switching(Turns):
             self._refuse(node)
             return False
         if node is not self._node:
+            self._pay()
             self._read(node)
         if node.uid not in self._losses:
             self.moved = True
-            self.policy.spent(self._price(node).into_s)
+            self._unpaid_s += self._price(node).into_s
             loss = self._merger.measure()
             if loss is None:
                 return False
+            self._pay()
             self._losses[node.uid] = loss
             refusal = _refusal(loss)
             level = logging.WARNING if refusal and record.name == self.name else logging.INFO
@@ -264,6 +273,7 @@ class Switching(Turns):
 
     def _forgo(self, node: AdapterNode, error: MemoryError) -> None:
         log.warning("adapter uid=%d is not merged: memory is short", node.uid, exc_info=error)
+        self._pay()
         self._losses.pop(node.uid, None)
         self._short.add(node.uid)
         self._refuse(node)

@@ -136,6 +136,41 @@ def test_a_measurement_gives_its_memory_back_once_others_ask_and_nobody_asks_for
     assert merger.forgotten == forgotten
 
 
+@pytest.mark.parametrize("end", ["known", "others", "another", "short"])
+def test_a_measurement_is_paid_when_it_ends_or_is_given_up(end: str):
+    merger: Any = Counted()
+    nodes = AdapterNode(1, 3), AdapterNode(2, 3)
+    for node in nodes:
+        node.host = (4, 5, 6)
+    losses = [None, None, None]
+    merger.measure = lambda: losses.pop()
+    policy: Any = Script(Counter(nodes), nodes[0])
+    record = SimpleNamespace(projections=("q",), name="chat", alora_invocation_tokens=())
+    registry: Any = SimpleNamespace(live=lambda uid: record, by_uid=lambda uid: record)
+    switching = Switching(policy, merger, registry, cast(Any, SimpleNamespace(read=None)))
+    for _ in range(2):
+        switching.decide(0.0)
+        assert port.advance(switching, 0.1)
+    assert sum(policy.costs) == 0 and len(losses) == 1
+    pieces = 2
+    if end == "known":
+        losses[0], pieces = cast(Any, Loss(1.0, 0.0)), 3
+    elif end == "others":
+        policy.live, policy.chosen = Counter(nodes[1:]), None
+    elif end == "another":
+        policy.chosen = nodes[1]
+    else:
+        losses.clear()
+        merger.measure, pieces = _short, 3
+    switching.decide(0.0)
+    port.advance(switching, 0.1)
+    assert sum(policy.costs) == pytest.approx(0.1 * pieces)
+
+
+def _short() -> Loss:
+    raise MemoryError
+
+
 @pytest.mark.parametrize("away", ["dying", "gone"])
 def test_a_measurement_of_what_leaves_gives_its_memory_back_although_nobody_asks(
     away: str, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +234,7 @@ def test_the_policy_decides_again_once_the_loss_of_an_adapter_is_known():
     for _ in range(3):
         switching.decide(0.0)
         assert port.advance(switching, 0.82) and merger.done == 0
-    assert policy.asked == pytest.approx([0.4, 2.2, 2.2]) and policy.costs == pytest.approx([0.1])
+    assert policy.asked == pytest.approx([0.4, 2.2, 2.2]) and sum(policy.costs) == pytest.approx(0.1)
 
 
 def test_each_adapter_has_a_price_of_its_own():
