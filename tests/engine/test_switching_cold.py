@@ -185,28 +185,8 @@ def test_a_measurement_of_what_leaves_gives_its_memory_back_although_nobody_asks
     assert merger.forgotten == 1
 
 
-def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_merged(monkeypatch: pytest.MonkeyPatch):
-    """Else each request of another that is cancelled would cost pieces both ways."""
-    merger: Any = Counted()
-    node = AdapterNode(1, 3)
-    node.host = (4, 5, 6)
-    policy: Any = Script(Counter((node,)), node)
-    switching = Switching(policy, merger, AdapterRegistry(), cast(Any, None))
-    port.take_for_measured(switching, node, monkeypatch)
-    assert port.advance(switching, 0.82) and merger.done == 4
-    policy.chosen = None
-    switching.decide(0.0)
-    assert port.advance(switching, 0.1) and merger.done == 3
-    policy.chosen = node
-    for left in (2, 1, 0):
-        switching.decide(0.1)
-        assert switching.busy and port.advance(switching, 0.1) and merger.done == left
-    assert policy.costs == pytest.approx(8 * [0.1]), "each piece, in and out"
-    switching.decide(0.2)
-    assert port.advance(switching, 0.82) and merger.done == 4
-
-
-def test_weights_that_are_loaded_anew_while_an_adapter_is_taken_out_can_be_merged_into(monkeypatch: pytest.MonkeyPatch):
+def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[Switching, Any, Any]:
+    """An adapter of whose four pieces one has been taken out, with its merger and its policy."""
     merger: Any = Counted()
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
@@ -216,8 +196,24 @@ def test_weights_that_are_loaded_anew_while_an_adapter_is_taken_out_can_be_merge
     assert port.advance(switching, 0.82) and merger.done == 4
     switching.decide(0.0)
     assert port.advance(switching, 0.1) and merger.done == 3
-    merger.done = 0  # memory was short for an integrity check
     policy.chosen = node
+    return switching, merger, policy
+
+
+def test_taking_out_that_has_begun_goes_on_although_the_policy_would_have_it_merged(monkeypatch: pytest.MonkeyPatch):
+    """Else each request of another that is cancelled would cost pieces both ways."""
+    switching, merger, policy = leaving(monkeypatch)
+    for left in (2, 1, 0):
+        switching.decide(0.1)
+        assert switching.busy and port.advance(switching, 0.1) and merger.done == left
+    assert policy.costs == pytest.approx(8 * [0.1]), "each piece, in and out"
+    switching.decide(0.2)
+    assert port.advance(switching, 0.82) and merger.done == 4
+
+
+def test_weights_that_are_loaded_anew_while_an_adapter_is_taken_out_can_be_merged_into(monkeypatch: pytest.MonkeyPatch):
+    switching, merger, _ = leaving(monkeypatch)
+    merger.done = 0  # memory was short for an integrity check
     switching.decide(0.0)
     assert port.advance(switching, 0.82) and merger.done == 4
 
